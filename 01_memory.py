@@ -24,10 +24,12 @@ import math
 import zlib
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 # --- 1. The shape of a model -----------------------------------------------------------------
@@ -128,15 +130,15 @@ class Plain:
 
 
 class KeepInput:
-    """What: x itself. save(x) is what stays alive until backward, load makes x of it again."""
+    """What: x itself. save(x) are the tensors that stay until backward, load makes x of them."""
 
     @staticmethod
     def save(x):
-        return x
+        return (x,)
 
     @staticmethod
-    def load(kept):
-        return kept
+    def load(x):
+        return x
 
 
 def now(w, weight_grad):
@@ -190,17 +192,17 @@ class LinearFunction(torch.autograd.Function):
         # w stays on ctx as the Parameter it is: a saved tensor would come back as an alias under
         # recomputation, and a deferred gradient added to an alias is lost.
         ctx.w, ctx.how, ctx.what, ctx.when = w, how, what, when
-        ctx.save_for_backward(what.save(x))
+        ctx.save_for_backward(*what.save(x))
         return how.forward(x, w)
 
     @staticmethod
     def backward(ctx, dy):
-        kept = ctx.saved_tensors[0].detach()  # detached, or a waiting job keeps the graph alive
+        kept = [t.detach() for t in ctx.saved_tensors]  # or a waiting job keeps the graph alive
         w, how, what = ctx.w, ctx.how, ctx.what
         dx = how.input_grad(dy, w) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.needs_input_grad[1]:
-            dw = ctx.when(w, lambda: how.weight_grad(dy, what.load(kept)))
+            dw = ctx.when(w, lambda: how.weight_grad(dy, what.load(*kept)))
         return dx, dw, None, None, None
 
 
@@ -236,10 +238,15 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, eps):
-        wide = x.to(at_least_fp32(x.dtype))
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # (B, T, 1)
+        mean = x.to(at_least_fp32(x.dtype)).square().mean(-1, keepdim=True)
+        scale = torch.rsqrt(mean + eps)  # (B, T, 1)
         ctx.save_for_backward(x, w, scale)
-        return (wide * scale).to(x.dtype) * w
+        return NormFunction.again(x, w, scale)
+
+    @staticmethod
+    def again(x, w, scale):
+        """The output, from what is saved."""
+        return (x * scale).to(x.dtype) * w
 
     @staticmethod
     def backward(ctx, dy):
@@ -275,10 +282,14 @@ def rope_angles(c, positions, dtype):
 
 
 def rotate(x, cos, sin):
-    """Turn the pairs (x[i], x[i + h/2]) by their angles. x (B, H, T, h), cos and sin (…, T, h/2)."""
-    cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)  # one for all heads
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    """Turn the pairs (x[i], x[i + h/2]) by their angles. x (B, H, T, h), cos and sin (…, T, h/2).
+
+    In memory T stays before H, as the projection left it: attention's output takes its layout from
+    q, and o_proj can then keep that output itself and not a transposed copy.
+    """
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # one for all heads
+    a, b = x.transpose(1, 2).chunk(2, -1)  # (B, T, H, h/2)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).transpose(1, 2)
 
 
 def attend(q, k, v, positions, documents=None):
@@ -323,6 +334,11 @@ class SwiGLUFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up):
         ctx.save_for_backward(gate, up)
+        return SwiGLUFunction.again(gate, up)
+
+    @staticmethod
+    def again(gate, up):
+        """The output, from what is saved."""
         return F.silu(gate) * up
 
     @staticmethod
@@ -380,14 +396,44 @@ class Head(Linear):
         return super().forward(self.enter(x))  # (B, T, D) -> (B, T, V)
 
 
+class CrossEntropyFunction(torch.autograd.Function):
+    """Keeps the logits as they are and lse = log Σ exp(logits), one number a token.
+
+    Plain autograd keeps the log-softmax, in at least fp32, and makes two more tensors of that size
+    in backward. Here everything wide exists for ROWS tokens at a time.
+    """
+
+    ROWS = 1024
+
+    @staticmethod
+    def forward(ctx, logits, labels):  # (n, V), (n,)
+        rows = logits.split(CrossEntropyFunction.ROWS)
+        lse = torch.cat([r.to(at_least_fp32(r.dtype)).logsumexp(-1) for r in rows])  # (n,)
+        ctx.save_for_backward(logits, labels, lse)
+        label_logits = logits.gather(-1, labels.clamp(min=0)[:, None]).squeeze(-1)
+        return torch.where(labels == -100, 0, lse - label_logits).sum()
+
+    @staticmethod
+    def backward(ctx, dloss):
+        logits, labels, lse = ctx.saved_tensors
+        dlogits = torch.empty_like(logits)
+        dloss = torch.where(labels == -100, 0, dloss)[:, None]  # (n, 1)
+        for start in range(0, len(logits), CrossEntropyFunction.ROWS):
+            rows = slice(start, start + CrossEntropyFunction.ROWS)
+            d = (logits[rows] - lse[rows, None]).exp_()  # softmax, in at least fp32
+            label = labels[rows, None].clamp(min=0)
+            d.scatter_add_(-1, label, d.new_full((1, 1), -1).expand_as(label))
+            dlogits[rows] = d.mul_(dloss[rows])
+        return dlogits, None
+
+
 def summed_cross_entropy(logits, labels):
     """Σ over the tokens of -log softmax(logits)[label]; labels of -100 count nothing.
 
     A sum, not a mean: divided by the number of valid tokens of the *global* batch it makes every
     later reduction of a gradient, over any axis, a plain sum.
     """
-    logits = logits.to(at_least_fp32(logits.dtype))
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+    return CrossEntropyFunction.apply(logits.flatten(0, -2), labels.flatten())
 
 
 class Llama(nn.Module):
@@ -448,7 +494,128 @@ def build(c, seed=0, dtype=torch.float32, device="cpu"):
     return model
 
 
-# --- 5. Run ------------------------------------------------------------------------------------
+# --- 5. Recomputation ---------------------------------------------------------------------------
+
+
+class Remake:
+    """What: not x, but the tensors that the function which made x keeps anyway; x is made again.
+
+    Only for functions that do so in a few elementwise operations, without a matmul.
+    """
+
+    def __init__(self, function):
+        self.function = function
+
+    def save(self, x):
+        maker = x.grad_fn  # the ctx of the function that made x, and so what it saved
+        return maker.saved_tensors if isinstance(maker, self.function._backward_cls) else (x,)
+
+    def load(self, *kept):
+        return kept[0] if len(kept) == 1 else self.function.again(*kept)
+
+
+MADE_BY = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), NormFunction),
+    "down_proj": SwiGLUFunction,
+}
+
+
+def kind_of(mode, layer):
+    """none, selective or full: what the layer of this global number does under `mode`."""
+    kind, _, first = mode.partition(":")
+    if kind not in ("none", "selective", "full") or (first and kind != "full"):
+        raise ValueError(f"recompute {mode!r}: none, selective, full or full:K (first K layers)")
+    return "none" if first and layer >= int(first) else kind
+
+
+def recompute(model, mode):
+    """Set what the blocks of `model` make again in backward instead of keeping it.
+
+    none       nothing
+    selective  the outputs of the two norms and silu(gate) · up. What is kept: x before and after
+               attention, q and k (rotated), v, the attention's output and lse, gate, up
+    full       everything but the block's input, by a second forward pass
+    full:K     the same in the first K layers (by global number), none in the others
+    """
+    for number, block in model.layers.items():
+        kind = kind_of(mode, int(number))
+        vars(block).pop("forward", None)  # an earlier call's
+        if kind == "full":
+            # Parameters' and modules' names, hooks on the block: all stay as they are.
+            block.forward = partial(
+                checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
+            )
+        for name, part in block.named_modules():
+            maker = MADE_BY.get(name.rpartition(".")[2])
+            if maker and isinstance(part, Linear):
+                if part.what is KeepInput or isinstance(part.what, Remake):
+                    part.what = Remake(maker) if kind == "selective" else KeepInput
+                elif kind == "selective":
+                    raise ValueError(f"layers.{number}.{name}: call recompute before changing what")
+
+
+# --- 6. The optimizer's bytes -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The dtypes of what a training run holds for each parameter."""
+
+    weights: torch.dtype
+    grads: torch.dtype
+    master: torch.dtype | None  # the copy that the optimizer adds its step to
+    moments: torch.dtype
+
+
+FP32, BF16 = torch.float32, torch.bfloat16
+RECIPES = {
+    "fp32": Recipe(FP32, FP32, None, FP32),  # 4 + 4 + 8 = 16 bytes a parameter
+    "bf16": Recipe(BF16, FP32, FP32, FP32),  # 2 + 4 + 4 + 8 = 18
+    "bf16-grads": Recipe(BF16, BF16, FP32, FP32),  # 2 + 2 + 4 + 8 = 16
+    "no-master": Recipe(BF16, BF16, None, FP32),  # 2 + 2 + 8 = 12, and it does not train
+}
+
+
+def state_bytes(c, recipe):
+    """Parameters, gradients and optimizer: bytes that depend on nothing but the model."""
+    N = parameter_count(c)
+    return {
+        "parameters": N * recipe.weights.itemsize,
+        "gradients": N * recipe.grads.itemsize,
+        "master copy": N * recipe.master.itemsize if recipe.master else 0,
+        "moments": 2 * N * recipe.moments.itemsize,
+    }
+
+
+class AdamW:
+    """AdamW that says where its bytes are. Moments appear in the first step, not before."""
+
+    def __init__(self, params, recipe, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1):
+        self.params, self.recipe = list(params), recipe
+        self.lr, self.betas, self.eps, self.decay = lr, betas, eps, decay
+        self.steps, self.moments, self.master = 0, {}, {}
+        if recipe.master:
+            self.master = {p: p.detach().to(recipe.master) for p in self.params}
+
+    @torch.no_grad()
+    def step(self):
+        self.steps += 1
+        (b1, b2), dtype = self.betas, self.recipe.moments
+        for p in self.params:
+            if p not in self.moments:
+                self.moments[p] = [torch.zeros_like(p, dtype=dtype) for _ in "mv"]
+            w, (m, v), grad = self.master.get(p, p), self.moments[p], p.grad.to(dtype)
+            m.lerp_(grad, 1 - b1)
+            v.mul_(b2).addcmul_(grad, grad, value=1 - b2)
+            root = (v / (1 - b2**self.steps)).sqrt_().add_(self.eps)
+            w.mul_(1 - self.lr * self.decay)
+            w.addcdiv_(m, root, value=-self.lr / (1 - b1**self.steps))
+            if w is not p:
+                p.copy_(w)
+            p.grad = None
+
+
+# --- 9. Run ------------------------------------------------------------------------------------
 
 
 def main():
