@@ -1,16 +1,38 @@
 """
-01 · The Llama on one device
+01 · Where the bytes, FLOPs and hours of a training step go
 
-Idea      A language model is a short list of matrix products. Everything the later chapters do
-          (cutting weights, moving activations, delaying gradients, computing in FP8) is done to
-          this model from outside, at a few named places, its seams. It knows nothing of them.
+Idea      Training holds four things for every parameter (the weight, its gradient, its exact copy,
+          two moments) and, for every token, what each function of the forward pass keeps for its
+          backward pass. Both can be counted before a byte is allocated: the formulas here equal
+          what is alive, to the byte. What is kept can be made again instead, for more FLOPs.
 Picture   tokens (B, T) ─ embed ─┬─ norm ─ q k v ─ rope ─ attend ─ o ─┬─ norm ─ gate up ─ down ─┬─ …
                                  └────────────────────────────────────┴─────────────────────────┘
           … ─ norm ─ head ─ logits (B, T, V) ─ loss (a sum over tokens)
-Cost      parameters  V·D (twice if untied) + L·(2·D·H·h + 2·D·K·h + 3·D·F + 2·D) + D
+
+          elements a token keeps in a block   none                   selective    full
+          input, and it after attention       2·D                    2·D          D
+          outputs of the two norms            2·D                    made again   made again
+          q, k, v, attention's output         2·(H + K)·h            the same     made again
+          gate, up                            2·F                    the same     made again
+          silu(gate) · up                     F                      made again   made again
+          and in fp32                         2 + H (1/rms, lse)     the same     made again
+Cost      parameters  N = V·D (twice if untied) + L·(2·D·H·h + 2·D·K·h + 3·D·F + 2·D) + D
+          bf16 training  2 (weight) + 4 (gradient) + 4 (fp32 master) + 8 (moments) = 18 bytes each
           useful FLOPs per trained token  6·(parameters of the matmuls) + 6·L·H·h·T (causal)
+          full recomputation adds a forward pass of the blocks: 4/3 of the blocks' matmuls
+Pays      selective: whenever memory matters, it adds no matmul (DeepSeek-V3 trained this way).
+          full: when that is not enough, for as few layers as fit (full:K). Every layer when some
+          would do costs FLOPs for nothing, see smollm-1.7b below. What is left over goes to more
+          devices: 03 cuts the optimizer, 04 and 07 cut what tokens keep.
+Forget    the fp32 master copy. A step is smaller than bf16 can add to a weight: without the copy
+          layers.0.input_layernorm.weight never moves, error 1.00 against fp32 training, while the
+          loss after 4 steps is within 0.01 of it. It is also the line that memory sums leave out,
+          4 bytes a parameter: 27 GB of the 114 GB that are often quoted for 7B.
 Run       python 01_memory.py
-Read      Llama 3 (2407.21783), RoPE (2104.09864), GQA (2305.13245), SwiGLU (2002.05202)
+          python 01_memory.py --model llama3-70b --seq 8192 --micro-batch 1 --recompute selective
+Read      Llama 3 (2407.21783), RoPE (2104.09864), GQA (2305.13245), SwiGLU (2002.05202);
+          recomputation (1604.06174, 2205.05198), mixed precision (1710.03740), AdamW (1711.05101),
+          FLOPs and tokens (2001.08361, 2203.15556), MFU (2204.02311)
 
 Letters   B micro-batch   T sequence   D width   H query heads   K key/value heads   h head size
           F FFN width     V vocabulary L layers
@@ -22,6 +44,7 @@ model.load_state_dict({name.removeprefix("model."): w for name, w in checkpoint.
 import argparse
 import itertools
 import math
+import time
 import weakref
 import zlib
 from collections import deque
@@ -31,6 +54,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -77,7 +101,9 @@ PRESETS = {
     "tiny": Config(vocab=256, dim=128, layers=4, heads=8, kv_heads=4, ffn=384),
     "smollm-1.7b": Config(49152, 2048, 24, 32, 32, 8192, tied=True),
     "llama3-8b": Config(128256, 4096, 32, 32, 8, 14336, rope_theta=5e5),
-    "llama3-70b": Config(128256, 8192, 80, 64, 8, 28672, rope_theta=5e5, rope_scaling=RopeScaling()),
+    "llama3-70b": Config(
+        128256, 8192, 80, 64, 8, 28672, rope_theta=5e5, rope_scaling=RopeScaling()
+    ),
     "llama3-405b": Config(
         128256, 16384, 126, 128, 8, 53248, rope_theta=5e5, rope_scaling=RopeScaling()
     ),
@@ -96,7 +122,8 @@ def flops_per_token(c, T):
     The embedding is a lookup and costs none, the head is a matmul whether tied or not, the norms
     are left out. A query of a causal model meets T / 2 keys on average, in two products.
     """
-    weights = parameter_count(c) - c.vocab * c.dim * (0 if c.tied else 1) - (2 * c.layers + 1) * c.dim
+    norms = (2 * c.layers + 1) * c.dim
+    weights = parameter_count(c) - c.vocab * c.dim * (0 if c.tied else 1) - norms
     return 6 * weights + 6 * c.layers * c.heads * c.head_dim * T
 
 
@@ -584,7 +611,7 @@ RECIPES = {
     "fp32": Recipe(FP32, FP32, None, FP32),  # 4 + 4 + 8 = 16 bytes a parameter
     "bf16": Recipe(BF16, FP32, FP32, FP32),  # 2 + 4 + 4 + 8 = 18, what this repository trains with
     "bf16-grads": Recipe(BF16, BF16, FP32, FP32),  # 2 + 2 + 4 + 8 = 16
-    "no-master": Recipe(BF16, BF16, None, FP32),  # 2 + 2 + 8 = 12, often quoted; see Forget
+    "no-master": Recipe(BF16, BF16, None, FP32),  # 2 + 2 + 8 = 12, often quoted, see Forget
 }
 
 
@@ -605,7 +632,8 @@ class AdamW:
         self.params, self.recipe = list(params), recipe
         self.lr, self.betas, self.eps, self.decay = lr, betas, eps, decay
         self.steps, self.moments, self.master = 0, {}, {}
-        self.master = {p: p.detach().to(recipe.master) for p in self.params if recipe.master}  # forget
+        exact = recipe.master
+        self.master = {p: p.detach().to(exact) for p in self.params if exact}  # forget
 
     @torch.no_grad()
     def step(self):
@@ -622,7 +650,7 @@ class AdamW:
         m.lerp_(grad, 1 - b1)
         v.mul_(b2).addcmul_(grad, grad, value=1 - b2)
         root = (v / (1 - b2**self.steps)).sqrt_().add_(self.eps)
-        # A step is about lr in size. Below |w| / 512 a bf16 weight rounds it away; the master does not.
+        # A step is about lr in size. Less than |w| / 512 is rounded away if w is bf16.
         w = self.master.get(p, p)
         w.mul_(1 - self.lr * self.decay)
         w.addcdiv_(m, root, value=-self.lr / (1 - b1**self.steps))
@@ -740,7 +768,7 @@ class Live(TorchDispatchMode):
         super().__init__()
         self.owners, self.sizes = owners, {}
         self.total = self.peak = 0
-        self.samples = None  # a list: take a sample at every operation
+        self.samples = None  # a list: take a sample whenever the total has changed
         self.phase = ""
         for tensors in owners.values():
             for t in tensors():
@@ -758,12 +786,13 @@ class Live(TorchDispatchMode):
         self.total -= self.sizes.pop(key)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = self.total
         out = func(*args, **(kwargs or {}))
         for t in tree_leaves(out):
             if isinstance(t, torch.Tensor):
                 self.add(t)
         self.peak = max(self.peak, self.total)
-        if self.samples is not None:
+        if self.samples is not None and self.total != before:
             self.samples.append((self.phase, self.bytes()))
         return out
 
@@ -891,105 +920,216 @@ def counted_flops(run):
 
 # --- 10. Run --------------------------------------------------------------------------------------
 
-SHRUNK_BY = {  # the chapters that cut a line of the table
+CUT_BY = {  # the chapters that make a line of the table smaller
     "parameters": "03 ZeRO-3, 04, 05, 06",
     "gradients": "03 ZeRO-2, 04, 05, 06",
-    "master copy": "03 ZeRO-1, 04, 05, 06, 08",
-    "moments": "03 ZeRO-1, 04, 05, 06, 08",
+    "master copy": "03 ZeRO-1, 04-06, 08",
+    "moments": "03 ZeRO-1, 04-06, 08",
     "rope angles": "07",
-    "blocks": "recompute, 04, 07; not 05",
+    "positions": "07",
+    "blocks": "recompute, 04, 07",
     "final norm": "04 (SP), 07",
     "logits": "04 (loss), 07",
     "loss": "07",
 }
 
 
-def gib(n):
-    return f"{n / 2**30:,.1f}"
-
-
 def byte_table(c, B, T, recipe, mode, held):
     """Print formula beside measurement; -> the lines in which they differ."""
-    states, kept = state_bytes(c, recipe), kept_bytes(c, B, T, recipe.weights, mode)
-    peak = max(peak_bytes(c, B, T, recipe, mode).items(), key=lambda item: item[1])
-    print(f"{'bytes':17}{'formula':>19}{'measured':>19}  shrunk by")
-    rows = [(name, size, held["optimizer"][name]) for name, size in states.items()]
+    kept = kept_bytes(c, B, T, recipe.weights, mode)
+    instants = peak_bytes(c, B, T, recipe, mode)
+    fullest = max(instants, key=instants.get)
+    rows = [(name, n, held["optimizer"][name]) for name, n in state_bytes(c, recipe).items()]
     rows += [("activations", sum(kept.values()), held["forward"]["activations"])]
-    fullest = max(held["peak of both"], held["peak of optimizer"]) - held["forward"]["batch"]
-    rows += [("peak", peak[1], fullest)]
+    peak = max(held["peak of both"], held["peak of optimizer"]) - held["forward"]["batch"]
+    rows += [("peak", instants[fullest], peak)]
+    print(f"{'bytes':13}{'formula':>20}{'measured':>20}  cut by")
     for name, formula, measured in rows:
-        print(f"{name:17}{formula:19,}{measured:19,}  {SHRUNK_BY.get(name, '')}".rstrip())
-        if name == "activations":
-            for part, size in kept.items():
-                if size:
-                    print(f"  {part:15}{size:19,}{'':19}  {SHRUNK_BY.get(part, '')}".rstrip())
-    print(f"The fullest instant is the backward pass of {peak[0]}." if peak[0] != "optimizer" else "")
+        print(f"{name:13}{formula:20,}{measured:20,}  {CUT_BY.get(name, '')}".rstrip())
+        for part, n in kept.items() if name == "activations" else ():
+            print(f"  {part:11}{n:20,}{'':20}  {CUT_BY.get(part, '')}".rstrip())
+    print(f"The step is fullest at: {fullest}.")
     return [name for name, formula, measured in rows if formula != measured]
 
 
 def chart(samples, width=46):
-    """One line per moment: w weights, M master copy, m moments, g gradients, a activations."""
-    letters = dict(zip("parameters,master copy,moments,gradients,activations".split(","), "wMmga"))
+    """A line per moment, as long as what is alive: each letter a category."""
+    letters = {"parameters": "w", "master copy": "M", "moments": "m", "gradients": "g"}
+    letters["activations"] = "a"
+    print("w weights  M master copy  m moments  g gradients  a activations, temporaries")
     most = max(sum(now.values()) for _, now in samples)
     for phase, group in itertools.groupby(samples, key=lambda sample: sample[0]):
         group = [now for _, now in group]
-        count = 2 if "optimizer" in phase else 5
-        for i in range(count):
-            part = group[len(group) * i // count : len(group) * (i + 1) // count]
+        lines = 1 if "optimizer" in phase else 4
+        for i in range(lines):
+            part = group[len(group) * i // lines : len(group) * (i + 1) // lines]
             now = max(part, key=lambda now: sum(now.values()))
             bar = "".join(x * round(now[name] * width / most) for name, x in letters.items())
-            print(f"{phase if i == 0 else '':18}{bar:{width + 3}}{sum(now.values()) / 2**20:7.1f} MiB")
+            print(f"{phase * (i == 0):18} {bar:{width + 2}}{sum(now.values()) / 2**20:7.1f} MiB")
 
 
-def movement(recipe, c, batches):
-    """How far each weight is from its start after a step on each batch. -> {name: difference}"""
+def compare_recomputation(c, B, T, rounds=4):
+    """Print bytes, FLOPs and time of every mode beside those of none; -> what is wrong."""
+    tokens, labels = torch.randint(c.vocab, (2, B, T)).unbind()
+
+    def forward_backward(model):
+        loss = model.loss(model(tokens), labels)
+        loss.backward()
+        return loss
+
+    models, wrong = {}, []
+    for mode in ("none", "selective", "full", f"full:{c.layers // 2}"):
+        models[mode] = build(c)
+        recompute(models[mode], mode)
+    seconds = dict.fromkeys(models, math.inf)
+    for mode, model in list(models.items()) * rounds:  # in turns: the machine has other work too
+        start = time.perf_counter()
+        forward_backward(model)
+        seconds[mode] = min(seconds[mode], time.perf_counter() - start)
+    print(f"{'recompute':11}{'kept':>12}{'of none':>9}{'FLOPs':>7}{'time':>6}  loss and gradients")
+    for mode, model in models.items():
+        model.zero_grad()
+        result = []
+        counted = counted_flops(lambda: result.append(forward_backward(model)))
+        result += [p.grad for p in model.parameters()]
+        kept, flops = sum(kept_bytes(c, B, T, FP32, mode).values()), executed_flops(c, B, T, mode)
+        if mode == "none":
+            right, none = result, (kept, sum(flops), seconds[mode])
+        same = all(torch.equal(a, b) for a, b in zip(result, right))
+        wrong += [f"FLOPs of {mode}"] * (counted != flops) + [f"gradients of {mode}"] * (not same)
+        print(
+            f"{mode:11}{kept:12,}{kept / none[0]:9.0%}{sum(flops) / none[1]:7.2f}"
+            f"{seconds[mode] / none[2]:6.2f}  {'the same bits' if same else 'DIFFER'}"
+        )
+    return wrong
+
+
+def movement(c, recipe, batches):
+    """{parameter: how it has moved after a step on each batch}, starting from build(c)."""
     model = build(c, dtype=recipe.weights)
+    start = {p: p.detach().clone() for p in model.parameters()}
     optimizer = AdamW(model.parameters(), recipe)
     for tokens in batches:
         model.loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
         optimizer.step()
         model.zero_grad()
-    return {
-        name: optimizer.master.get(p, p).detach().float() - initial(name, p.shape, 0)
-        for name, p in model.named_parameters()
-    }
+    now = {p: optimizer.master.get(p, p).detach() for p in start}
+    return {name: now[p].float() - start[p].float() for name, p in model.named_parameters()}
 
 
-def worst_movement(c, steps=4):
-    """The parameter whose bf16 training strays most from fp32 -> its error and name."""
-    batches = torch.randint(c.vocab, (steps, 4, 65), generator=torch.Generator().manual_seed(1))
-    ours, right = (movement(RECIPES[name], c, batches) for name in ("bf16", "fp32"))
-    return max(((ours[k] - right[k]).norm() / right[k].norm()).item() for k in right), max(
-        right, key=lambda k: (ours[k] - right[k]).norm() / right[k].norm()
+def worst_movement(c):
+    """Train in fp32 and in bf16 with a master copy. -> (the parameter that differs most, error)"""
+    batches = torch.randint(c.vocab, (4, 2, 65), generator=torch.Generator().manual_seed(1))
+    right, ours = (movement(c, RECIPES[name], batches) for name in ("fp32", "bf16"))
+    error = {name: ((ours[name] - d).norm() / d.norm()).item() for name, d in right.items()}
+    return max(error.items(), key=lambda item: item[1])
+
+
+def print_large_models(T=8192):
+    print(f"GiB, bf16, 1 x {T:,}     state   none  selective    full   80 GiB GPUs for state")
+    for name in ("llama3-8b", "llama3-70b", "llama3-405b"):
+        state = sum(state_bytes(PRESETS[name], RECIPES["bf16"]).values())
+        kept = [
+            sum(kept_bytes(PRESETS[name], 1, T, BF16, mode).values()) / 2**30
+            for mode in ("none", "selective", "full")
+        ]
+        print(
+            f"{name:18}{state / 2**30:12,.1f}{kept[0]:7.1f}{kept[1]:11.1f}{kept[2]:8.1f}"
+            f"{math.ceil(state / (80 * 2**30)):9}"
+        )
+
+    # Over-checkpointing: recomputing every layer where some would do.
+    c, B, recipe = PRESETS["smollm-1.7b"], 4, RECIPES["bf16"]
+    K = layers_to_recompute(c, B, T, recipe, 72 * 2**30)
+    print(f"\nsmollm-1.7b, {B} x {T:,}, to fit into 72 of 80 GiB (context, fragments)")
+    for mode in ("none", "selective", f"full:{K}", "full"):
+        peak = max(peak_bytes(c, B, T, recipe, mode).values()) / 2**30
+        more = sum(executed_flops(c, B, T, mode)) / sum(executed_flops(c, B, T)) - 1
+        print(f"  {mode:11} peak {peak:6.1f} GiB   {more:6.1%} more FLOPs")
+
+
+def print_cost(c, B, T, mode, tokens, gpu, mfu, price):
+    useful, executed = flops_per_token(c, T) * B * T, sum(executed_flops(c, B, T, mode))
+    print(f"GFLOPs per token at T = {T:,}")
+    for name, count in CONVENTIONS.items():
+        print(f"  {count(c, T) / 1e9:12,.3f}  {name}")
+    print(f"  {executed / (B * T) / 1e9:12,.3f}  as executed: HFU = {executed / useful:.3f} x MFU")
+    hours = gpu_hours(flops_per_token(c, T) * tokens, PEAKS.get((gpu, "bf16")), mfu)
+    if hours is None:
+        return print(f"GPU-hours: none, the bf16 peak of {gpu!r} is not known")
+    print(
+        f"{tokens:.3g} tokens (20 a parameter: {20 * parameter_count(c):.3g}):"
+        f" {hours:,.0f} {gpu} hours at MFU {mfu:.0%},\n${hours * price:,.0f} at ${price} an hour"
     )
 
 
-def compare_recomputation(c, B, T, wrong):
-    """Bytes, FLOPs, time, and equality of loss and gradients for every mode."""
-    print(f"{'recompute':12}{'kept':>13}{'of none':>9}{'FLOPs':>8}{'time':>8}  loss and gradients")
-    tokens, labels = torch.randint(c.vocab, (2, B, T)).unbind()
-    right, seconds = None, {}
-    for mode in ("none", "selective", "full", f"full:{c.layers // 2}"):
-        model = build(c)
-        recompute(model, mode)
-        counted = counted_flops(lambda: model.loss(model(tokens), labels).backward())
-        grads = [p.grad for p in model.parameters()]
-        seconds[mode] = best_time(lambda: model.loss(model(tokens), labels).backward())
-        right = right or grads
-        same = all(torch.equal(a, b) for a, b in zip(grads, right))
-        executed = executed_flops(c, B, T, mode)
-        wrong += [f"FLOPs of {mode}"] * (counted != executed) + [f"gradients of {mode}"] * (not same)
-        kept = sum(kept_bytes(c, B, T, FP32, mode).values())
-        none = sum(kept_bytes(c, B, T, FP32).values())
-        print(
-            f"{mode:12}{kept:13,}{kept / none:9.0%}"
-            f"{sum(executed) / sum(executed_flops(c, B, T)):8.2f}{seconds[mode] / seconds['none']:8.2f}"
-            f"  {'the same bits' if same else 'DIFFER'}"
-        )
+def story():
+    """The chapter, on a model small enough to measure. -> what is wrong"""
+    c, B, T, recipe = PRESETS["tiny"], 8, 64, RECIPES["bf16"]
+    print(f"01 where a training step's bytes, FLOPs and hours go   cpu   torch {torch.__version__}")
+    print(f"llama  {c.layers} layers  dim {c.dim}  heads {c.heads}/{c.kv_heads}  ffn {c.ffn}", end="")
+    print(f"  vocab {c.vocab}   batch {B} x {T}   bf16\n")
+    model = build(c, dtype=recipe.weights)
+    live, held = train(c, B, T, recipe, model=model, sample=True)
+    wrong = byte_table(c, B, T, recipe, "none", held[1])
+    more = held[1]["peak of both"] - held[0]["peak of both"]
+    print(f"Step 2 is fuller than step 1 by {more:,} bytes: the moments.\n")
+    if more != state_bytes(c, recipe)["moments"]:
+        wrong += ["second step"]
+    chart(live.samples)
+    print()
+    wrong += compare_recomputation(c, 4, 128)
+    print("MFU and HFU here: none, a CPU's peak is not known.\n")
+    print_large_models()
+    print()
+    print_cost(PRESETS["llama3-8b"], 1, 8192, "full", 15e12, "h100", 0.4, 2.0)
+    name, error = worst_movement(c)
+    print(f"\n4 steps in bf16 and in fp32: worst {name}, error {error:.2f}")
+    return [f"{name} moves otherwise than in fp32, error {error:.2f}"] * (error > 0.2) + wrong
+
+
+def report(args):
+    """The tables of one model, measured on tensors without memory, or on a GPU. -> what is wrong"""
+    c, recipe, B, T = PRESETS[args.model], RECIPES[args.recipe], args.micro_batch, args.seq
+    print(f"01 {args.model}  {parameter_count(c):,} parameters  {B} x {T:,}  recipe {args.recipe}")
+    print(f"recompute {args.recompute}   {args.device}   torch {torch.__version__}\n")
+    if args.device == "cpu":
+        with FakeTensorMode():
+            _, held = train(c, B, T, recipe, args.recompute)
+    else:
+        model = build(c, dtype=recipe.weights, device=args.device)
+        torch.cuda.reset_peak_memory_stats()
+        _, held = train(c, B, T, recipe, args.recompute, model=model)
+        formula = max(peak_bytes(c, B, T, recipe, args.recompute).values())
+        allocated = torch.cuda.max_memory_allocated()
+        print(f"max_memory_allocated {allocated:,}, {allocated / formula - 1:+.2%} of the peak below")
+    wrong = byte_table(c, B, T, recipe, args.recompute, held[-1])
+    print()
+    tokens = args.tokens or 20 * parameter_count(c)
+    print_cost(c, B, T, args.recompute, tokens, args.gpu, args.mfu, args.price)
+    return wrong
 
 
 def main():
-    pass
+    parser = argparse.ArgumentParser(description="bytes, FLOPs and hours of training on one device")
+    parser.add_argument("--model", choices=PRESETS, help="its tables; without: the chapter's story")
+    parser.add_argument("--seq", type=int, default=8192)
+    parser.add_argument("--micro-batch", type=int, default=1)
+    parser.add_argument("--recompute", default="none", help="none, selective, full or full:K")
+    parser.add_argument("--recipe", choices=RECIPES, default="bf16")
+    parser.add_argument("--device", default="cpu", help="cuda: measure there, with memory")
+    parser.add_argument("--tokens", type=float, help="to train on; 20 a parameter if not said")
+    parser.add_argument("--gpu", default="h100", help="whose peak: a100, h100, h200, b200")
+    parser.add_argument("--mfu", type=float, default=0.4)
+    parser.add_argument("--price", type=float, default=2.0, help="dollars for a GPU-hour")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    try:
+        wrong = report(args) if args.model else story()
+    except ValueError as error:
+        parser.error(str(error))
+    print("\n01_memory FAIL: " + "; ".join(wrong) if wrong else "\n01_memory OK")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
