@@ -2,12 +2,9 @@
 
 import math
 import random
-import re
-import subprocess
 import sys
 import time
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 memory = import_module("01_memory")
-ROOT = Path(__file__).parent.parent
-SCRIPT = ROOT / "01_memory.py"
 MODES = ("none", "selective", "full", "full:1")
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
 SMALL = memory.Config(vocab=301, dim=48, layers=3, heads=4, kv_heads=2, ffn=89, head_dim=10)
@@ -334,12 +329,12 @@ def real_model(name, T, recipe, mode):
     assert second["peak of both"] - first["peak of both"] == state["moments"]
 
 
-def test_llama3_8b_without_its_memory():
-    real_model("llama3-8b", 8192, "bf16", "none")
+def test_smollm_without_its_memory():
+    real_model("smollm-1.7b", 8192, "bf16", "none")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ("smollm-1.7b", "llama3-8b", "llama3-70b", "llama3-405b"))
+@pytest.mark.parametrize("name", ("llama3-8b", "llama3-70b", "llama3-405b"))
 @pytest.mark.parametrize("mode", ("none", "selective", "full", "full:8"))
 def test_real_models_without_their_memory(name, mode):
     real_model(name, 8192, "bf16", mode)
@@ -719,9 +714,9 @@ def test_mfu_is_none_without_a_peak_and_at_most_1():  # B10, B7
     def seconds(run, repeats=5):
         times = []
         for _ in range(repeats):
-            start = time.perf_counter()
+            start = time.process_time()
             run()
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
         return min(times)
 
     a = torch.randn(768, 768)
@@ -779,14 +774,15 @@ def test_playbook_figures():
 # --- the script ---------------------------------------------------------------------------------
 
 
-def test_script():
-    result = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stderr == ""
-    lines = result.stdout.splitlines()
+def test_story(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["01_memory.py"])
+    assert memory.main() == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    lines = out.splitlines()
     assert lines[-1] == "01_memory OK"
     assert max(map(len, lines)) <= 80
-    assert len(re.findall("the same bits", result.stdout)) == 4
+    assert out.count("the same bits") == 4
 
 
 def test_script_for_a_model(monkeypatch, capsys):
