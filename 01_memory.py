@@ -440,8 +440,13 @@ def build(c, seed=0, dtype=torch.float32, device="cpu"):
 
     Gradients of weights below fp32 are accumulated in fp32.
     """
-    with torch.device(device):
-        model = Llama(c).to(dtype)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = Llama(c)
+    finally:
+        torch.set_default_dtype(before)
     for name, p in model.named_parameters():
         p.copy_(initial(name, p.shape, seed))
         p.grad_dtype = at_least_fp32(dtype)

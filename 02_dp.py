@@ -23,6 +23,7 @@ import functools
 import multiprocessing
 import os
 import pickle
+import socket
 import sys
 import sysconfig
 import time
@@ -67,8 +68,11 @@ def device():
     return torch.device("cpu")
 
 
-def run_rank(worker, args, timeout):
-    """Be one rank: join the world, work, leave. Who and where we are comes by the environment."""
+def run_rank(worker, args, timeout, store=None):
+    """Be one rank: join the world, work, leave.
+
+    Who we are comes by the environment; where the ranks meet too (torchrun), or as a store.
+    """
     torch.set_num_threads(1)  # ranks share the cores; and a forked rank would hang without
     here, world = device(), int(os.environ["WORLD_SIZE"])
     if here.type == "cuda":
@@ -77,20 +81,30 @@ def run_rank(worker, args, timeout):
     # NCCL wants a GPU for each rank; ranks that share one have to speak gloo.
     nccl = here.type == "cuda" and local_world <= torch.cuda.device_count()
     dist.init_process_group(
-        "nccl" if nccl else "gloo", timeout=timedelta(seconds=timeout)
+        "nccl" if nccl else "gloo",
+        store=store,
+        rank=int(os.environ["RANK"]),
+        world_size=world,
+        timeout=timedelta(seconds=timeout),
     )
     result = worker(*args)
+    dist.barrier()  # nobody leaves while another still needs the store
     dist.destroy_process_group()
     return result
 
 
-def _child(rank, world, port, worker, args, timeout, pipe):
+def _child(rank, world, door, worker, args, timeout, pipe):
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
-    )  # fmt: skip
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
+    )
     try:
-        message = (time.monotonic(), None, run_rank(worker, args, timeout))
+        host, port = door.getsockname()
+        wait = timedelta(seconds=timeout)
+        if rank == 0:  # the ranks find each other through a store, which rank 0 keeps
+            store = dist.TCPStore(host, port, world, True, wait, master_listen_fd=door.detach())
+        else:
+            store = dist.TCPStore(host, port, world, False, wait)
+        message = (time.monotonic(), None, run_rank(worker, args, timeout, store))
     except BaseException:
         message = (time.monotonic(), traceback.format_exc(), None)
     sys.stdout.flush()
@@ -109,42 +123,42 @@ def launch(worker, world, *args, timeout=60.0):
         return [run_rank(worker, args, timeout)]
     # A forked rank starts in milliseconds; a process that uses CUDA must not be forked.
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
-    # The ranks find each other through a store in this process, as torchrun's do in its agent.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    door = socket.create_server(("127.0.0.1", 0))  # opened before the fork: the port is ours
     sys.stdout.flush()
     ranks, pipes = [], {}
     try:
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
-            job = (rank, world, store.port, worker, args, timeout, theirs)
+            job = (rank, world, door, worker, args, timeout, theirs)
             ranks.append(context.Process(target=_child, args=job, daemon=True))
             ranks[-1].start()
             theirs.close()  # the rank's end is now its own: if it dies, ours reads end of file
             pipes[ours] = rank
         return _results(ranks, pipes)
     finally:
+        door.close()
         for rank in ranks:
             rank.kill()
             rank.join()
 
 
 def _results(ranks, pipes):
-    results = [None] * len(ranks)
-    while pipes:
-        failures = []
-        for pipe in wait(list(pipes)):
+    results, failures = [None] * len(ranks), []
+    # After a failure listen a moment longer: who failed first is not always who we hear first.
+    while pipes and (ready := wait(list(pipes), timeout=0.2 if failures else None)):
+        for pipe in ready:
             rank = pipes.pop(pipe)
             try:
                 when, trace, results[rank] = pickle.loads(pipe.recv_bytes())
-            except EOFError:
+            except EOFError:  # it died without a word, so before all who could complain about it
                 ranks[rank].join()
-                when, trace = time.monotonic(), f"died with exit code {ranks[rank].exitcode}\n"
+                when, trace = 0.0, f"died with exit code {ranks[rank].exitcode}\n"
             if trace:
                 failures.append((when, rank, trace))
-        if failures:
-            _, rank, trace = min(failures)  # the first; the others only lost their connection
-            print(f"rank {rank} of {len(ranks)} failed: {trace}", end="", file=sys.stderr)
-            raise RankFailed(rank, trace)
+    if failures:
+        _, rank, trace = min(failures)  # the others only lost their connection to it
+        print(f"rank {rank} of {len(ranks)} failed: {trace}", end="", file=sys.stderr)
+        raise RankFailed(rank, trace)
     return results
 
 
@@ -232,8 +246,8 @@ def _group(argument):
 
 
 def log(*words):
-    """Print on rank 0."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    """Print on rank 0; in a dry run (backend "fake"), on the only rank there is."""
+    if not dist.is_initialized() or dist.get_rank() == 0 or dist.get_backend() == "fake":
         print(*words, flush=True)
 
 
@@ -345,6 +359,14 @@ def fingerprint(tokens, piece=1 << 20, pieces=64):
     for i in range(0, len(tokens), every):
         crc = zlib.crc32(tokens[i : i + piece].tobytes(), crc)
     return crc
+
+
+def agree(number, what, group):
+    """Raise on every rank unless all ranks have the same number (an int below 2^63)."""
+    both = torch.tensor([number, -number], device=device())
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    if both[0] != -both[1]:
+        raise ValueError(f"{what} is not the same on all ranks")
 
 
 class Samples:

@@ -1,0 +1,588 @@
+"""
+09 · All of it together
+
+Idea      Each chapter changes one thing about the model of 01 or about how its gradients travel.
+          Put together in the right order they make a training loop that computes exactly what one
+          device would compute, and --check proves it: loss, every gradient, every weight.
+Picture   the order of composition, which is the lesson (see compose below):
+          mesh ─ model of this stage ─ optimizer ─ training steps
+Cost      the sum of the chapters' costs, and three control numbers a step (valid tokens, loss,
+          gradient norm); the table at the end shows measured bytes beside the formulas.
+Forget    the sum of the gradients over dp. Every rank then trains its own model on its own data:
+          losses still fall, but the gradients are wrong (relative error 1.01 at two ranks).
+Run       python 09_combined_5d.py --dp 2 --steps 5 --check --dtype float64
+          torchrun --nproc-per-node 2 09_combined_5d.py --dp 2 --steps 200
+Read      Megatron-LM (2104.04473), Llama 3 (2407.21783) section 3.3
+"""
+
+import argparse
+import contextlib
+import difflib
+import math
+import os
+import re
+import sys
+import time
+import zlib
+from datetime import timedelta
+from importlib import import_module
+
+import torch
+import torch.distributed as dist
+
+memory = import_module("01_memory")  # the model
+dp = import_module("02_dp")  # ranks, samples, data parallelism
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+MAX_NORM = 1.0
+WEIGHT_DECAY = 0.1
+
+
+# --- 1. Arguments, and every rule they break -----------------------------------------------------
+
+
+def parse(argv=None):
+    p = argparse.ArgumentParser(description="train a Llama on any layout; see the docstring")
+    p.add_argument("--model", default="tiny", help=", ".join(memory.PRESETS))
+    p.add_argument("--dp", type=int, default=1, help="data-parallel degree")
+    p.add_argument("--batch", type=int, default=12, help="global batch, in sequences")
+    p.add_argument("--micro-batch", type=int, help="sequences at a time (default: batch / dp)")
+    p.add_argument("--seq", type=int, default=128, help="tokens of a sequence")
+    p.add_argument("--steps", type=int, default=20)
+    p.add_argument("--lr", type=float, default=3e-3, help="highest learning rate")
+    p.add_argument("--optimizer", default="adamw", help="adamw, sgd")
+    p.add_argument("--dtype", default="float32", help=", ".join(DTYPES))
+    p.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the data")
+    p.add_argument("--data", help="a text file, .bin (uint16) or .npy; default: Python's library")
+    p.add_argument("--check", nargs="?", type=int, const=5, default=0, metavar="K",
+                   help="compare the first K steps (5) with one device")  # fmt: skip
+    p.add_argument("--csv", metavar="FILE", help="write step,loss,… in full precision")
+    p.add_argument("--timeout", type=float, default=300.0, help="seconds a collective may wait")
+    p.add_argument("--dry-run", action="store_true", help="one step of one rank, on fake tensors")
+    p.add_argument("--world", type=int, help="ranks of the dry run (default: as the layout needs)")
+    p.add_argument("--rank", type=int, default=0, help="which rank to dry-run")
+    args = p.parse_args(argv)
+    if args.micro_batch is None:
+        args.micro_batch = max(1, args.batch // max(1, args.dp))
+    return args
+
+
+def layout(args):
+    """Degrees by axis, outermost first: neighbouring ranks differ in the last, on the fastest link."""
+    return {"dp": args.dp}
+
+
+def violations(args, world):
+    """Every rule that the arguments break, with the numbers in it and the nearest valid choice."""
+    wrong = []
+
+    def known(flag, value, choices):
+        if value not in choices:
+            near = difflib.get_close_matches(value, choices, 1)
+            hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(choices)}"
+            wrong.append(f"{flag} {value}: {hint}")
+
+    known("--model", args.model, list(memory.PRESETS))
+    known("--optimizer", args.optimizer, ["adamw", "sgd"])
+    known("--dtype", args.dtype, list(DTYPES))
+    counts = ["dp", "batch", "micro_batch", "seq", "steps"]
+    for name in counts:
+        if getattr(args, name) < 1:
+            wrong.append(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
+    if not 0 <= args.seed < 2**32:
+        wrong.append(f"--seed {args.seed}: from 0 to 2^32 - 1")
+    for name in ("lr", "timeout"):
+        if not 0 < getattr(args, name) < math.inf:
+            wrong.append(f"--{name} {getattr(args, name)}: above 0, and finite")
+    if args.check < 0:
+        wrong.append(f"--check {args.check}: how many steps to compare, at least 1")
+    need = math.prod(layout(args).values())
+    if world != need:
+        product = " x ".join(f"{axis} {n}" for axis, n in layout(args).items())
+        wrong.append(f"{world} ranks, but the layout {product} needs {need}")
+    if args.dry_run and not 0 <= args.rank < world:
+        wrong.append(f"--rank {args.rank}: from 0 to {world - 1}")
+    if all(getattr(args, name) > 0 for name in counts):
+        wrong += _batch_violations(args)
+    if not args.dry_run and args.seq > 0:
+        wrong += _data_violations(args)
+    return wrong
+
+
+def _batch_violations(args):
+    unit = args.dp * args.micro_batch
+    if args.batch % unit == 0:
+        return []
+    below = args.batch // unit * unit
+    near = " or ".join(str(b) for b in (below, below + unit) if b)
+    return [
+        f"--batch {args.batch} is not a multiple of dp {args.dp} x micro-batch"
+        f" {args.micro_batch} = {unit}: the nearest are {near}"
+    ]
+
+
+def _data_violations(args):
+    try:
+        tokens = dp.open_tokens(args.data)
+    except (ValueError, OSError, EOFError) as error:
+        return [str(error)]
+    name = f"--data {args.data}" if args.data else "the standard library"
+    if len(tokens) < args.seq + 1:
+        return [f"{name}: {len(tokens)} tokens are too few for --seq {args.seq} and a next token"]
+    low, high = dp.token_range(tokens)
+    if args.model in memory.PRESETS and high >= memory.PRESETS[args.model].vocab:
+        vocab = memory.PRESETS[args.model].vocab
+        return [f"{name}: token id {high} is beyond the vocabulary of {vocab} ({args.model})"]
+    return [f"{name}: token id {low} is negative"] if low < 0 else []
+
+
+# --- 2. The mesh -----------------------------------------------------------------------------------
+
+
+def mesh(sizes):
+    """The ranks of every group of every axis.
+
+    sizes {axis: degree}, outermost first -> {axis: [ranks of a group, …]}. In
+    arange(8).view(2, 4) for {"dp": 2, "tp": 4} a row is a tp group and a column a dp group.
+    """
+    grid = torch.arange(math.prod(sizes.values())).view(*sizes.values())
+    return {
+        axis: grid.movedim(i, -1).reshape(-1, sizes[axis]).tolist() for i, axis in enumerate(sizes)
+    }
+
+
+def make_groups(sizes, timeout):
+    """This rank's process group for every axis, and "control": the whole world, for a few numbers.
+
+    Every rank creates every group, in the same order. Axes that have the same ranks still get
+    groups of their own, or the wire meter could not tell their bytes apart.
+    """
+    wait = timedelta(seconds=timeout)  # without it a subgroup waits 30 minutes, whatever the world's
+    mine = {}
+    for axis, groups in {**mesh(sizes), "control": [list(range(dist.get_world_size()))]}.items():
+        for ranks in groups:
+            group = dist.new_group(ranks, timeout=wait, group_desc=axis)
+            if dist.get_rank() in ranks:
+                mine[axis] = group
+    return mine
+
+
+# --- 3. Which gradient is summed over which ranks ----------------------------------------------------
+#
+# `shard` is the axes over which ZeRO may cut a parameter, `same` those whose ranks hold an equal
+# shard beyond that. The gradient is summed over both. There are no other special cases.
+
+SYNC = [  # parameters, shard, same
+    (r"(embed_tokens|lm_head)\.weight", ("dp",), ()),
+    (r"layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight", ("dp",), ()),
+    (r"(norm|layers\.\d+\.(input|post_attention)_layernorm)\.weight", ("dp",), ()),
+]
+
+
+def sync_rows(names, table=SYNC):
+    """Sort parameter names into the rows of the table: a list of names for each row.
+
+    Raises ValueError unless each name matches exactly one row, in full.
+    """
+    rows = [[] for _ in table]
+    for name in names:
+        matches = [i for i, (pattern, *_) in enumerate(table) if re.fullmatch(pattern, name)]
+        if len(matches) != 1:
+            raise ValueError(f"{name} matches {len(matches)} rows of the sync table, not one")
+        rows[matches[0]].append(name)
+    return rows
+
+
+def sync_gradients(model, groups):
+    """Sum every gradient over the axes of its row."""
+    parameters = dict(model.named_parameters())
+    for names, (_, shard, same) in zip(sync_rows(parameters), SYNC):
+        for axis in shard + same:
+            dp.sum_gradients([(name, parameters[name]) for name in names], groups[axis])
+
+
+def copies(sizes, names):
+    """On how many ranks the summed gradient of each parameter stands, by name."""
+    return {
+        name: math.prod(sizes[axis] for axis in shard + same)
+        for row, (_, shard, same) in zip(sync_rows(names), SYNC)
+        for name in row
+    }
+
+
+# --- 4. The composition --------------------------------------------------------------------------
+
+
+def compose(args, device):
+    """Everything a rank holds, in the order in which the chapters build on each other."""
+    model = memory.build(memory.PRESETS[args.model], args.seed, DTYPES[args.dtype], device)  # 01
+    optimizer = Optimizer(model, args)
+    return model, optimizer
+
+
+class Optimizer:
+    """AdamW or SGD on weights of at least fp32.
+
+    A bf16 weight of 1.0 does not feel an update of 0.001, its next neighbour is 0.008 away. So
+    weights below fp32 have an fp32 master copy: the step is taken there and rounded afterwards.
+    """
+
+    def __init__(self, model, args):
+        self.parameters = list(model.parameters())
+        self.masters = []
+        for p in self.parameters:
+            wide = memory.at_least_fp32(p.dtype)
+            self.masters.append(p if p.dtype == wide else p.detach().to(wide).requires_grad_())
+        self.inner = torch_optimizer(args, self.masters)
+
+    def step(self, lr, skip):
+        """One step with learning rate lr; nothing changes where the tensor `skip` is not 0."""
+        for p, master in zip(self.parameters, self.masters):
+            master.grad = p.grad
+        for group in self.inner.param_groups:
+            group["lr"] = lr
+        self.inner.grad_scale, self.inner.found_inf = None, skip  # read by the fused kernels
+        self.inner.step()
+        with torch.no_grad():
+            for p, master in zip(self.parameters, self.masters):
+                if p is not master:
+                    p.copy_(master)
+                p.grad = master.grad = None
+
+
+def torch_optimizer(args, weights):
+    """Matrices decay, vectors (the norms) do not."""
+    groups = [
+        {"params": [w for w in weights if w.dim() > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [w for w in weights if w.dim() <= 1], "weight_decay": 0.0},
+    ]
+    if args.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=args.lr, fused=True)
+    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+
+
+def learning_rate(step, args):
+    """Warm-up over the first tenth of the steps, then a cosine down to a tenth of --lr."""
+    warmup = max(1, args.steps // 10)
+    if step < warmup:
+        return args.lr * (step + 1) / warmup
+    done = (step - warmup) / max(1, args.steps - warmup)
+    return args.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+
+
+# --- 5. A training step ----------------------------------------------------------------------------
+
+
+def train_step(model, optimizer, groups, sizes, batches, lr, record=None):
+    """One step on this rank's micro-batches, all ranks together.
+
+    Returns a tensor (loss, gradient norm) over the whole batch, without having looked at a value:
+    the host never waits for the device. If either is not finite, no rank changes anything.
+    record, a dict, receives this step's summed gradients before clipping.
+    """
+    N = dp.count_valid(batches, groups["control"])
+    loss = dp.accumulate_gradients(model, batches, N)
+    sync_gradients(model, groups)  # forget
+    gradients = dp.gradients(model)
+    if record is not None:
+        record.update({name: g.clone() for name, g in gradients.items()})
+
+    held = copies(sizes, gradients)
+    squares = torch.stack([g.double().square().sum() / held[n] for n, g in gradients.items()])
+    stats = torch.stack([loss.double(), squares.sum()])
+    dist.all_reduce(stats, group=groups["control"])
+    norm = stats[1].sqrt()
+    skip = 1 - torch.isfinite(stats).all().float()
+    torch._foreach_mul_(list(gradients.values()), (MAX_NORM / (norm + 1e-6)).clamp(max=1))
+    optimizer.step(lr, skip)
+    return torch.stack([stats[0], norm])
+
+
+def sent(parameters, sizes):
+    """Calls and bytes a rank sends in a step, by axis: {axis: (calls, bytes)}."""
+    gradients = [p.numel() * memory.at_least_fp32(p.dtype).itemsize for p in parameters]
+    control = [8, 16]  # the valid tokens in int64; the loss and the squared norm in float64
+    return {
+        "dp": dp.sent(gradients, sizes["dp"]),
+        "control": dp.sent(control, math.prod(sizes.values())),
+    }
+
+
+def wire_table(wire, parameters, sizes):
+    """Print what a step sent beside the formulas; returns the failures."""
+    rows, failures = [], []
+    for axis, (calls, size) in sent(parameters, sizes).items():
+        measured = wire.calls[axis, "all_reduce"], wire.bytes[axis, "all_reduce"]
+        rows.append([axis, measured[0], calls, measured[1], size])
+        if measured != (calls, size):
+            failures.append(f"{axis} sent {measured} calls and bytes, by formula {(calls, size)}")
+    dp.table(["sent in a step", "calls", "formula", "bytes", "formula"], rows)
+    return failures
+
+
+# --- 6. The proof: one device, written without any of it ---------------------------------------------
+
+
+def reference(args, sample, steps, dtype, device):
+    """The same training on one device: the whole batch at once, plain backward, torch's optimizer.
+
+    Uses the model of 01 and nothing of the chapters after it. Returns {"loss", "norm",
+    "gradient", "weight"}: each a dict of tensors by step, by parameter and step, by parameter.
+    """
+    start = memory.build(memory.PRESETS[args.model], args.seed, DTYPES[args.dtype], device)
+    model = memory.build(memory.PRESETS[args.model], args.seed, dtype, device)
+    model.load_state_dict(start.state_dict())  # if dtype is wider, start from the rounded weights
+    weights = dict(model.named_parameters())
+    masters = list(weights.values())
+    if dtype == torch.bfloat16:
+        masters = [w.detach().float().requires_grad_() for w in masters]
+    optimizer = torch_optimizer(args, masters)
+    result = {"loss": {}, "norm": {}, "gradient": {}}
+    for step in range(steps):
+        pairs = [sample(i) for i in range(step * args.batch, (step + 1) * args.batch)]
+        tokens, labels = (torch.stack(column).to(device) for column in zip(*pairs))
+        loss = model.loss(model(tokens), labels) / (labels >= 0).sum()
+        loss.backward()
+        for (name, w), master in zip(weights.items(), masters):
+            result["gradient"][f"{name}, step {step + 1}"] = w.grad.clone()
+            master.grad = w.grad
+        norm = torch.nn.utils.clip_grad_norm_(masters, MAX_NORM)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, args)
+        optimizer.step()
+        with torch.no_grad():
+            for w, master in zip(weights.values(), masters):
+                w.copy_(master)
+                w.grad = master.grad = None
+        result["loss"][f"step {step + 1}"] = loss.detach()
+        result["norm"][f"step {step + 1}"] = norm
+    return {**result, "weight": {name: w.detach() for name, w in weights.items()}}
+
+
+class Check:
+    """Compares the first K steps of a run with one device."""
+
+    BOUND = {  # relative errors that rounding explains and a mistake does not
+        torch.float64: {"loss": 1e-12, "norm": 1e-12, "gradient": 1e-11, "weight": 1e-10},
+        torch.float32: {"loss": 1e-5, "norm": 1e-4, "gradient": 1e-4, "weight": 1e-4},
+    }
+
+    def __init__(self, args, sample, device):
+        self.steps, self.dtype = min(args.check, args.steps), DTYPES[args.dtype]
+        # Rank 0 alone, as ranks may share cores; the others wait for it in their first collective.
+        self.active = self.steps > 0 and dist.get_rank() == 0
+        self.ours = {"loss": {}, "norm": {}, "gradient": {}, "weight": {}}
+        if self.active:
+            self.expected = reference(args, sample, self.steps, self.dtype, device)
+            if self.dtype not in self.BOUND:
+                self.exact = reference(args, sample, self.steps, torch.float64, device)
+
+    def comparing(self, step):
+        return self.active and step < self.steps
+
+    def note(self, step, loss, norm, gradients, model):
+        """Keep what step `step` computed; returns the loss of one device."""
+        key = f"step {step + 1}"
+        self.ours["loss"][key] = torch.tensor(loss, dtype=torch.float64)
+        self.ours["norm"][key] = torch.tensor(norm, dtype=torch.float64)
+        self.ours["gradient"].update({f"{name}, {key}": g for name, g in gradients.items()})
+        if step + 1 == self.steps:
+            self.ours["weight"] = {n: p.detach().clone() for n, p in model.named_parameters()}
+        return self.expected["loss"][key].item()
+
+    def error_and_bound(self, kind):
+        if self.dtype in self.BOUND:
+            error = dp.worst_error(self.ours[kind], self.expected[kind])
+            return error, self.BOUND[self.dtype][kind]
+        # bf16 rounds every product, and another layout rounds in another order. What we allow is
+        # half as much again as the error of one device in bf16, both measured against float64.
+        allowed, _ = dp.worst_error(self.expected[kind], self.exact[kind])
+        return dp.worst_error(self.ours[kind], self.exact[kind]), 1.5 * allowed
+
+    def report(self):
+        """Print the table; returns the failures, gradients first."""
+        rows, failures = [], []
+        for kind in ("gradient", "weight", "norm", "loss") if self.active else ():
+            (error, where), bound = self.error_and_bound(kind)
+            rows.append([kind, len(self.ours[kind]), f"{error:.1e}", f"{bound:.1e}", where])
+            if not error <= bound:
+                failures.append(f"{where}, {kind}: relative error {error:.3g} above {bound:.1g}")
+        if rows:
+            dp.table([f"steps 1-{self.steps}", "compared", "error", "bound", "worst"], rows)
+        return failures
+
+
+def replicas_differ(model):
+    """The names of weights that are not bit for bit the same on all ranks."""
+    mine = {
+        name: zlib.crc32(p.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        for name, p in model.named_parameters()
+    }
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return [name for name in mine if len({rank[name] for rank in everyone}) > 1]
+
+
+# --- 7. Training -----------------------------------------------------------------------------------
+
+
+PEAK = {  # dense bf16 FLOP/s by device name, from the makers' data sheets
+    "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12,
+}  # fmt: skip
+
+
+def mfu(args, device, tokens_per_second):
+    """Share of the peak spent on useful FLOPs, per rank; None where the peak is not known."""
+    if device.type != "cuda" or args.dtype != "bfloat16":
+        return None
+    name = torch.cuda.get_device_name(device)
+    peak = next((flops for known, flops in PEAK.items() if known in name), None)
+    useful = memory.flops_per_token(memory.PRESETS[args.model], args.seq)
+    return peak and tokens_per_second / dist.get_world_size() * useful / peak
+
+
+def train(args):
+    """The whole job of one rank; returns the exit code."""
+    device, sizes = dp.device(), layout(args)
+    groups = make_groups(sizes, args.timeout)
+    tokens = dp.open_tokens(args.data)
+    dp.agree(dp.fingerprint(tokens), "the training data", groups["control"])
+    sample = dp.Samples(tokens, args.seq, args.seed)
+    model, optimizer = compose(args, device)
+    describe(args, model, sizes)
+    check = Check(args, sample, device)
+    wire, csv = dp.Wire(), open_csv(args.csv)
+
+    dp.log(f"{'step':>5} {'loss':>10} {'one device':>11} {'grad norm':>10} {'lr':>9} {'tokens/s':>9}"
+           f" {'MFU':>6}")  # fmt: skip
+    for step in range(args.steps):
+        begin, lr = time.perf_counter(), learning_rate(step, args)
+        gradients = {} if check.comparing(step) else None
+        with wire if step == 0 else contextlib.nullcontext():
+            numbers = dp.my_samples(step, args.batch, dist.get_rank(groups["dp"]), args.dp)
+            batches = dp.micro_batches(sample, numbers, args.micro_batch, device)
+            stats = train_step(model, optimizer, groups, sizes, batches, lr, gradients)
+        loss, norm = stats.tolist()  # the one look at values, for the line below
+        speed = args.batch * args.seq / (time.perf_counter() - begin)
+        expected = "-"
+        if check.comparing(step):
+            expected = f"{check.note(step, loss, norm, gradients, model):.6f}"
+        used = mfu(args, device, speed)
+        dp.log(f"{step + 1:5} {loss:10.6f} {expected:>11} {norm:10.4f} {lr:9.2e} {speed:9,.0f}"
+               f" {f'{used:.1%}' if used else 'none':>6}")  # fmt: skip
+        if csv:
+            csv.write(f"{step + 1},{loss!r},{norm!r},{lr!r}\n")
+        if not (math.isfinite(loss) and math.isfinite(norm)):  # the same numbers on all ranks
+            return dp.verdict("09_combined_5d", [
+                f"step {step + 1}: loss {loss}, gradient norm {norm}; weights were left as they were"
+            ])  # fmt: skip
+
+    failures = report(args, model, sizes, wire, check)
+    show_text(args, model, tokens, device)
+    return dp.verdict("09_combined_5d", failures)
+
+
+def describe(args, model, sizes):
+    world = dist.get_world_size()
+    axes = " · ".join(f"{axis} {n}" for axis, n in sizes.items())
+    dp.header("09 combined 5D", f"world {world} = {axes}", f"   {args.dtype}")
+    count = sum(p.numel() for p in model.parameters())
+    steps = args.batch // args.dp // args.micro_batch
+    dp.log(f"llama {args.model}  {count:,} parameters   batch {args.batch} x {args.seq} tokens ="
+           f" dp {args.dp} x {steps} micro-batches of {args.micro_batch}\n")  # fmt: skip
+
+
+def open_csv(path):
+    if path is None or dist.get_rank() != 0:
+        return None
+    file = open(path, "w", buffering=1)
+    file.write("step,loss,grad_norm,lr\n")
+    return file
+
+
+def report(args, model, sizes, wire, check):
+    """Bytes beside formulas, errors beside bounds; returns the failures."""
+    dp.log()
+    failures = wire_table(wire, list(model.parameters()), sizes)
+    if args.check:
+        dp.log()
+        failures = check.report() + failures  # parameters first: they say more
+        differing = replicas_differ(model)
+        dp.log(f"replicas: {len(differing)} weights differ between ranks")
+        failures += [f"{name} differs between ranks" for name in differing]
+    return failures
+
+
+@torch.no_grad()
+def show_text(args, model, tokens, device, length=160):
+    """A few tokens from the trained model, sampled after the first words of the data."""
+    if dist.get_rank() != 0:
+        return
+    generator = torch.Generator(device).manual_seed(args.seed)
+    ids = torch.from_numpy(tokens[:16].astype("int64")).to(device)[None]  # (1, T)
+    for _ in range(length):
+        logits = model(ids[:, -args.seq :])[0, -1].float()
+        ids = torch.cat((ids, torch.multinomial(logits.softmax(-1), 1, generator=generator)[None]), 1)
+    ids = ids[0].tolist()
+    text = " ".join(map(str, ids))
+    if tokens.dtype.itemsize == 1:
+        text = "".join(chr(i) if 32 <= i < 127 or i == 10 else "?" for i in ids)
+    lines = [line[:76] for line in text.splitlines() if line.strip()]
+    dp.log("\nthe model writes\n  | " + "\n  | ".join(lines[:8]) + "\n")
+
+
+# --- 8. A dry run ------------------------------------------------------------------------------------
+
+
+def dry_run(args, world):
+    """One real step of one rank of any world, on tensors without contents: what it holds and sends."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=args.rank, world_size=world)
+    sizes = layout(args)
+    groups = make_groups(sizes, args.timeout)
+    with FakeTensorMode(), dp.Wire() as wire:
+        model, optimizer = compose(args, "cpu")
+        empty = torch.zeros(args.seq, dtype=torch.int64)
+        numbers = dp.my_samples(0, args.batch, dist.get_rank(groups["dp"]), args.dp)
+        batches = dp.micro_batches(lambda i: (empty, empty), numbers, args.micro_batch, "cpu")
+        record = {}
+        train_step(model, optimizer, groups, sizes, batches, args.lr, record)
+        held = {
+            "parameters": list(model.parameters()),
+            "gradients": list(record.values()),
+            "master weights": [m for m in optimizer.masters if m.dtype != DTYPES[args.dtype]],
+            "moments": [
+                t for s in optimizer.inner.state.values() for n, t in s.items() if n != "step"
+            ],
+        }
+    axes = " · ".join(f"{axis} {n}" for axis, n in sizes.items())
+    print(f"09 dry run   rank {args.rank} of {world} = {axes}   {args.model}   {args.dtype}\n")
+    dp.table(
+        ["held", "tensors", "bytes"],
+        [[n, len(ts), sum(t.numel() * t.element_size() for t in ts)] for n, ts in held.items()],
+    )
+    print()
+    failures = wire_table(wire, held["parameters"], sizes)
+    print(f"09_combined_5d FAIL: {failures[0]}" if failures else "09_combined_5d OK")
+    return 1 if failures else 0
+
+
+def main(argv=None):
+    args = parse(argv)
+    need = math.prod(layout(args).values())
+    world = int(os.environ.get("WORLD_SIZE", need))
+    if args.dry_run:
+        world = args.world or need
+    if wrong := violations(args, world):
+        if os.environ.get("RANK", "0") == "0":
+            print("\n".join(f"09_combined_5d: {rule}" for rule in wrong), file=sys.stderr)
+        return 2
+    if args.dry_run:
+        return dry_run(args, world)
+    return max(dp.launch(train, world, args, timeout=args.timeout))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
