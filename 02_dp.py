@@ -648,16 +648,16 @@ class Buckets:
                 raise RuntimeError(f"{name}: a deferred weight gradient has not been computed")
         while self.queue:
             self._launch()
-        # Who was used anywhere? All ranks have to ask, those that miss a gradient read the answer.
+        # Who was used anywhere? All ranks ask; only one that misses a gradient needs the answer.
         here = [p.grad is not None for p in self.names]
         used = torch.tensor(here, dtype=torch.uint8, device=self.buckets[0].flat.device)
-        asked = dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self.asked = dist.all_reduce(used, dist.ReduceOp.MAX, self.group, async_op=True)
         for work, steps in self.running:
             work.wait()
             for work in steps:
                 work.wait()
-        asked.wait()
         if not all(here):
+            self.asked.wait()
             for p, anywhere in zip(self.names, used.tolist()):
                 if anywhere:
                     p.grad = self.bucket_of[p].views[p]
