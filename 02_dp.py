@@ -322,7 +322,7 @@ def open_tokens(path=None):
     """Token ids from a file, not read until used: a 1-d integer array.
 
     nanoGPT's .bin (uint16), .npy, or any other file as bytes; without a path the standard library.
-    Raises ValueError or OSError with one line that says what is wrong.
+    Raises ValueError (or OSError) with one line that says what is wrong with the file.
     """
     if path is None:
         tokens = standard_library()
@@ -335,7 +335,10 @@ def open_tokens(path=None):
     elif path.endswith(".bin"):
         tokens = np.memmap(path, dtype=np.uint16, mode="r")
     elif path.endswith(".npy"):
-        tokens = np.load(path, mmap_mode="r")
+        try:
+            tokens = np.load(path, mmap_mode="r")
+        except (ValueError, EOFError) as error:
+            raise ValueError(f"--data {path}: {error}") from None
     else:
         tokens = np.memmap(path, dtype=np.uint8, mode="r")
     if tokens.ndim != 1 or tokens.dtype.kind not in "ui":

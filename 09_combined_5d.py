@@ -124,7 +124,7 @@ def _batch_violations(args):
 def _data_violations(args):
     try:
         tokens = dp.open_tokens(args.data)
-    except (ValueError, OSError, EOFError) as error:
+    except (ValueError, OSError) as error:
         return [str(error)]
     name = f"--data {args.data}" if args.data else "the standard library"
     if len(tokens) < args.seq + 1:
