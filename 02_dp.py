@@ -64,7 +64,8 @@ class RankFailed(SystemExit):
 def device():
     """This rank's device: its GPU where there are GPUs, otherwise the CPU."""
     if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
     return torch.device("cpu")
 
 
@@ -276,7 +277,7 @@ def table(head, rows):
 
 
 def relative_error(ours, reference):
-    """‖ours - reference‖ / ‖reference‖, in float64; 0 if both are zero, inf if shapes differ."""
+    """‖ours - reference‖ / ‖reference‖ in float64; inf if shapes differ or it is no number."""
     if ours is None or ours.shape != reference.shape:
         return float("inf")
     ours, reference = ours.double(), reference.double()
