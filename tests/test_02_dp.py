@@ -989,7 +989,7 @@ def test_loss_gap_of_compressed_reductions():
     assert abs(bf16 - plain) < 0.001
     # The numbers of TopK's docstring. It is behind, but far less than without error feedback.
     said = [float(x) for x in re.findall(r"loss (0\.\d+)", dp.TopK.__doc__)]
-    assert [plain, topk, forgetful] == pytest.approx(said, rel=0.1)
+    assert [topk, plain, forgetful] == pytest.approx(said, rel=0.1)
     assert plain < topk < plain + 0.2 * (forgetful - plain)
 
 
@@ -1035,7 +1035,7 @@ def test_trace_shows_sums_that_start_before_backward_ends(tmp_path):
             assert b <= c or (a <= c and d <= b)
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", [3, pytest.param(1, marks=pytest.mark.full)])
 def test_the_script_on_another_number_of_ranks(n, tmp_path):
     got = run_script("02_dp.py", "--dp", n, "--trace", tmp_path / "t.json")
     assert got.returncode == 0, got.stderr
