@@ -559,9 +559,19 @@ class Buckets:
     parameters alone: in reverse order of registration, which is about the order in which backward
     finishes them. Buckets start in this order on every rank, whatever the order of arrival: one
     that is full early waits for those before it, or ranks would add different buckets up.
+
+    on_finished(p, hook) calls hook(p) when p.grad is complete. Autograd's own word is the default;
+    it comes too early for a deferred weight gradient (05), then 01's has to be given.
     """
 
-    def __init__(self, named_parameters, group, size=25 * 2**20, reduce=plain):
+    def __init__(
+        self,
+        named_parameters,
+        group,
+        size=25 * 2**20,
+        reduce=plain,
+        on_finished=torch.Tensor.register_post_accumulate_grad_hook,
+    ):
         self.group, self.reduce, self.passes = group, reduce, None
         self.names, self.frozen = {}, {}
         for name, p in named_parameters:  # by identity: a shared parameter has one gradient
@@ -570,7 +580,7 @@ class Buckets:
             raise ValueError("no parameter needs a gradient")
         self._compare(size)
         order = {p: i for i, p in enumerate(reversed(self.names))}
-        dtypes = {p: memory.at_least_fp32(p.dtype) for p in order}
+        dtypes = {p: torch.promote_types(p.dtype, torch.float32) for p in order}
         self.buckets = []
         for dtype in dict.fromkeys(dtypes.values()):
             ps = [p for p in order if dtypes[p] == dtype]
@@ -581,7 +591,7 @@ class Buckets:
         for p in self.names:
             p.grad_dtype = dtypes[p]
             p.register_post_accumulate_grad_hook(self._passed)  # first: _finished reads the count
-            memory.on_finished(p, self._finished)
+            on_finished(p, self._finished)
 
     def _compare(self, size):
         """Raise if this rank's parameters are not those of the group's first rank."""
@@ -626,6 +636,8 @@ class Buckets:
         """The word that p.grad is complete for all passes so far; autograd adds the next to it."""
         if self.passes is None:
             return
+        if getattr(p, "waiting", 0):
+            raise RuntimeError(f"{self.names[p]}: deferred, so Buckets needs memory.on_finished")
         bucket = self.bucket_of[p]
         if p.grad is not bucket.views[p]:
             bucket.views[p].copy_(p.grad)
@@ -927,7 +939,8 @@ def first_step(model, batches, group, limit, reduce):
     trace, buckets = Trace(group), None
     if limit:
         watched = trace.watch(reduce) if reduce is plain else reduce
-        buckets = Buckets(model.named_parameters(), group, limit, watched)
+        named = model.named_parameters()
+        buckets = Buckets(named, group, limit, watched, memory.on_finished)
     with Wire() as wire:
         N = count_valid(batches, dist.group.WORLD)
         if buckets:

@@ -324,7 +324,7 @@ def later_worker(tied):
         for module in model.modules():
             if isinstance(module, memory.Linear):
                 module.when = later
-        buckets = dp.Buckets(model.named_parameters(), group, 5000)
+        buckets = dp.Buckets(model.named_parameters(), group, 5000, on_finished=memory.on_finished)
         batches = iter(my_batches(6, 1))
         N = torch.tensor(sum(int((sample(i)[1] >= 0).sum()) for i in range(6)))
         buckets.start(passes=3)
@@ -358,7 +358,7 @@ def test_deferred_weight_gradients_start_the_reduction_when_they_are_finished(ti
 def deferred_but_not_computed():
     model, later = memory.build(CONFIG, dtype=F64), memory.Later()
     model.layers["1"].mlp.up_proj.when = later
-    buckets = dp.Buckets(model.named_parameters(), dp_group())
+    buckets = dp.Buckets(model.named_parameters(), dp_group(), on_finished=memory.on_finished)
     tokens, labels = my_batches(2, 1)[0]
     buckets.start(passes=1)
     model.loss(model(tokens), labels).backward()
@@ -374,12 +374,28 @@ def test_finishing_before_a_deferred_gradient_is_an_error_with_its_name():
     assert a == b > 0
 
 
+def deferred_and_not_told():
+    model, later = memory.build(CONFIG, dtype=F64), memory.Later()
+    model.layers["1"].mlp.up_proj.when = later
+    buckets = dp.Buckets(model.named_parameters(), dp_group())
+    tokens, labels = my_batches(2, 1)[0]
+    buckets.start(passes=1)
+    with pytest.raises(RuntimeError, match=r"layers\.1\.mlp\.up_proj\.weight: deferred, so"):
+        model.loss(model(tokens), labels).backward()
+    return True
+
+
+def test_a_deferred_gradient_without_its_word_is_an_error_with_its_name():
+    assert all(dp.launch(deferred_and_not_told, 2, timeout=10))
+
+
 def heard_before_worker():
     """Somebody else listens on the same parameters, and did so first."""
     model, heard = memory.build(CONFIG, dtype=F64), []
     for name, p in model.named_parameters():
         memory.on_finished(p, lambda p, name=name: heard.append(name))
-    buckets = dp.Buckets(model.named_parameters(), dp_group(), 5000)
+    named = model.named_parameters()
+    buckets = dp.Buckets(named, dp_group(), 5000, on_finished=memory.on_finished)
     batches = my_batches(6, 1)
     N = dp.count_valid(batches, dist.group.WORLD)
     buckets.start(3)
