@@ -450,11 +450,11 @@ def gradients(model):
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-def accumulate_gradients(model, batches, N):
+def accumulate_gradients(model, batches, N, positions=None):
     """Forward and backward of every micro-batch; returns this rank's share of the loss."""
     total = 0
     for tokens, labels in batches:
-        loss = model.loss(model(tokens), labels) / N
+        loss = model.loss(model(tokens, positions), labels) / N
         loss.backward()
         total = total + loss.detach()
     return total
