@@ -19,8 +19,8 @@ Pays      when the activations of one sequence do not fit one device. The ring h
           if a rank has T/n ≥ e·(K/H)·F/W tokens (F FLOP/s, W bytes/s, e bytes an
           element): 9,890 tokens at 989 TFLOP/s, 50 GB/s, K/H = 1/4 in bf16.
 Forget    the positions. A rank's tokens are not the first T/n of the sequence; without their
-          positions RoPE turns each rank's keys as if they were: nothing crashes, the loss falls,
-          the gradients are wrong (relative error 0.865 in this demo).
+          positions RoPE turns each rank's keys as if they were. Nothing crashes, the gradients
+          are wrong (relative error 0.865 in this demo).
 Run       torchrun --nproc-per-node 4 07_cp_ring.py      (or python 07_cp_ring.py)
 Read      Ring Attention (2310.01889), Llama 3 (2407.21783) section 3.3.2, Ulysses (2309.14509),
           FlashAttention-2 (2307.08691)
@@ -45,7 +45,7 @@ dp = import_module("02_dp")
 aten = torch.ops.aten
 
 
-# --- 1. Which part of the sequence a rank holds ----------------------------------------------------
+# --- 1. Which part of the sequence a rank holds ------------------------------------------------
 #
 # The first tokens of a causal model see few keys, the last see all. Cut into n equal pieces
 # ("plain"), the last rank has 2n - 1 times the work of the first, and a step of the ring takes as
@@ -69,9 +69,11 @@ def part(x, dim, rank, n, zigzag=True):
     Tokens, labels, positions and documents all go through here, so they cannot get out of step.
     """
     T = x.shape[dim]
+    if n == 1:
+        return x
     if T % (2 * n):
         near = " or ".join(map(str, nearest_lengths(T, n)))
-        raise ValueError(f"{T} tokens cannot be cut into 2 x {n} equal chunks: the nearest are {near}")
+        raise ValueError(f"{T} tokens do not make 2 x {n} equal chunks; the nearest are {near}")
     return torch.cat([x.chunk(2 * n, dim)[c] for c in chunks(rank, n, zigzag)], dim)
 
 
@@ -83,7 +85,7 @@ def whole(parts, dim, zigzag=True):
     return torch.cat([by_chunk[c] for c in range(2 * n)], dim)
 
 
-# --- 2. Attention by blocks ------------------------------------------------------------------------
+# --- 2. Attention by blocks --------------------------------------------------------------------
 #
 # Of a set of keys a query needs only two things, from which any two sets can be made one:
 #   lse = log Σ exp(s)      over the set, s = q·k / √h
@@ -142,8 +144,8 @@ def plain_block_backward(dout, q, k, v, out, lse, causal, visible=None):
     return dq, (ds.mT @ q).sum(2), (p.mT @ dout).sum(2)  # a key's gradient: over its H/K queries
 
 
-# The fused kernels compute the same and never hold the scores. On CUDA the flash kernel takes 16-bit
-# numbers and no mask; for anything else we write it out (production would call another kernel).
+# The fused kernels compute the same and never hold the scores. On CUDA the flash kernel takes
+# 16-bit numbers and no mask; anything else we write out (production would call another kernel).
 
 
 def on_flash(q, visible):
@@ -190,7 +192,7 @@ def block_backward(dout, q, k, v, out, lse, causal, visible=None):
     return plain_block_backward(dout, q, k, v, out, lse, causal, visible)
 
 
-# --- 3. Who sees whom ------------------------------------------------------------------------------
+# --- 3. Who sees whom --------------------------------------------------------------------------
 
 
 def blocks(rank, source, C, zigzag=True):
@@ -236,7 +238,8 @@ def forward_blocks(out, lse, rank, source, q, kv, zigzag, documents):
     """Merge attention to source's keys into out and lse, in place. kv is (2, B, K, C, h)."""
     for queries, _, k, v, causal, visible in in_view(rank, source, q, kv, zigzag, documents):
         more = block(q[:, :, queries], k, v, causal, visible)
-        out[:, :, queries], lse[:, :, queries] = merge(out[:, :, queries], lse[:, :, queries], *more)
+        merged = merge(out[:, :, queries], lse[:, :, queries], *more)
+        out[:, :, queries], lse[:, :, queries] = merged
 
 
 def backward_blocks(dq, dout, out, lse, rank, source, q, kv, zigzag, documents):
@@ -258,7 +261,7 @@ def nothing_yet(q):
     return out, torch.full_like(out[..., 0], -math.inf)
 
 
-# --- 4. The ring -------------------------------------------------------------------------------------
+# --- 4. The ring -------------------------------------------------------------------------------
 
 
 def pass_on(x, group):
@@ -353,7 +356,7 @@ def ring(q, k, v, positions, documents=None, *, group, zigzag=True):
     return RingFunction.apply(q, k, v, documents, group, zigzag)
 
 
-# --- 5. The rivals -----------------------------------------------------------------------------------
+# --- 5. The rivals -----------------------------------------------------------------------------
 
 
 class AllGatherFunction(torch.autograd.Function):
@@ -453,7 +456,7 @@ def use(model, group, kind="ring", zigzag=True):
         layer.self_attn.attend = partial(KINDS[kind], group=group, zigzag=zigzag)
 
 
-# --- 6. Costs ----------------------------------------------------------------------------------------
+# --- 6. Costs ----------------------------------------------------------------------------------
 
 
 def repeated_heads(kind, K, n):
@@ -509,7 +512,7 @@ def exposed(H, K, C, itemsize, flops_per_s, bytes_per_s, zigzag=True):
     return 2 * K * C * itemsize / bytes_per_s / computed
 
 
-# --- 7. Check and measure ------------------------------------------------------------------------------
+# --- 7. Check and measure ----------------------------------------------------------------------
 
 
 def picture(n, C):
