@@ -534,35 +534,17 @@ def picture(n, C):
     return lines
 
 
-class Kept(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the bytes that autograd keeps inside the `with` block, each storage once."""
-
-    def __init__(self):
-        self.storages = {}
-        super().__init__(self.note, lambda t: t)
-
-    def __enter__(self):
-        super().__enter__()
-        return self
-
-    def note(self, t):
-        self.storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-
 def attention_cost(kind, config, B, C, group):
-    """Forward and backward of one attention, measured: bytes kept, and the wire meter."""
-
-    def random(heads):
-        return torch.randn(B, heads, C, config.head_dim, device=dp.device()).requires_grad_()
-
-    q, k, v = (random(heads) for heads in (config.heads, config.kv_heads, config.kv_heads))
-    with dp.Wire() as wire:
-        with Kept() as kept:
-            out = KINDS[kind](q, k, v, None, group=group)
-            kept.note(out)  # the projection behind it keeps it
+    """Forward and backward of one attention, measured: bytes kept between them, the wire meter."""
+    heads = config.heads, config.kv_heads, config.kv_heads
+    leaves = [torch.randn(B, n, C, config.head_dim, device=dp.device()) for n in heads]
+    with dp.Wire() as wire, memory.Live() as live:
+        q, k, v = (x.requires_grad_().clone() for x in leaves)
+        out = KINDS[kind](q, k, v, None, group=group)
+        del q, k, v  # from here on, what is alive is alive for backward
+        kept = live.total
         out.sum().backward()
-    return sum(kept.storages.values()), wire
+    return kept, wire
 
 
 def cost_rows(kinds, config, B, T, n, group):
