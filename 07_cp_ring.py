@@ -32,6 +32,7 @@ tensor parallelism only (04), and every rank of it still computes attention over
 
 import argparse
 import math
+import time
 from functools import partial
 from importlib import import_module
 
@@ -420,15 +421,16 @@ def ulysses(q, k, v, positions, documents=None, *, group, zigzag=True):
     one. If n does not divide K, heads of k and v are repeated until it does; autograd sums their
     gradients.
     """
-    n, H = dist.get_world_size(group), q.shape[1]
+    n, H, K = dist.get_world_size(group), q.shape[1], k.shape[1]
     if H % n:
         raise ValueError(f"ulysses gives each of {n} ranks H/{n} heads, but H is {H}")
-    repeats = math.lcm(k.shape[1], n) // k.shape[1]
-    k, v = (x.repeat_interleave(repeats, 1) for x in (k, v)) if repeats > 1 else (k, v)
+    if K % n:
+        k, v = (x.repeat_interleave(math.lcm(K, n) // K, 1) for x in (k, v))
     heads = [x.shape[1] // n for x in (q, k, v)]
-    # One all-to-all for all three: (n, B, (H + 2K')/n, T/n, h).
-    by_rank = torch.cat([x.unflatten(1, (n, -1)) for x in (q, k, v)], 2).transpose(0, 1)
-    qkv = whole(SwapFunction.apply(by_rank, group).unbind(), 2, zigzag)  # (B, (H + 2K')/n, T, h)
+    # One all-to-all for all three, as every rank gets H/n of q's heads and K'/n of k's and v's.
+    qkv = torch.cat([x.unflatten(1, (n, -1)).transpose(0, 1) for x in (q, k, v)], 2)
+    qkv = SwapFunction.apply(qkv, group)  # (n, B, (H + 2K')/n, T/n, h)
+    qkv = whole(qkv.unbind(), 2, zigzag)  # (B, (H + 2K')/n, T, h)
     if documents is None:
         visible = None
     else:
@@ -437,8 +439,8 @@ def ulysses(q, k, v, positions, documents=None, *, group, zigzag=True):
     out = F.scaled_dot_product_attention(
         *qkv.split(heads, 1), attn_mask=visible, is_causal=visible is None, enable_gqa=True
     )  # (B, H/n, T, h)
-    by_rank = torch.stack([part(out, 2, rank, n, zigzag) for rank in range(n)])
-    return SwapFunction.apply(by_rank, group).transpose(0, 1).flatten(1, 2)  # (B, H, T/n, h)
+    out = torch.stack([part(out, 2, rank, n, zigzag) for rank in range(n)])
+    return SwapFunction.apply(out, group).transpose(0, 1).flatten(1, 2)  # (B, H, T/n, h)
 
 
 KINDS = {"ring": ring, "allgather": all_gather, "ulysses": ulysses}
@@ -465,12 +467,12 @@ def repeated_heads(kind, K, n):
 
 
 def held(kind, B, T, H, K, h, n, dtype):
-    """Bytes of one layer's attention on a rank: (kept until backward, of others' in forward).
+    """Bytes of one layer's attention on a rank: (kept until backward, buffers in forward).
 
-    kept    q, k, v, the output, its lse: as on one device for T/n tokens. Ulysses also keeps the
-            output as the projection behind it sees it, and k and v with their heads repeated.
-    others  keys and values in buffers beside the own: the ring's double buffer, or all n parts;
-            for Ulysses what the first all-to-all sends and receives
+    kept     q, k, v, the output, its lse: as on one device for T/n tokens. Ulysses also keeps the
+             output as the projection behind it sees it, and k and v with their heads repeated.
+    buffers  keys and values beside the own: the ring's double buffer, or all n parts; for Ulysses
+             what the first all-to-all sends and receives
     """
     e, C, Kr = dtype.itemsize, T // n, repeated_heads(kind, K, n)
     kept = B * C * h * (2 * H + 2 * Kr) * e + B * C * H * at_least_fp32(dtype).itemsize
@@ -534,6 +536,15 @@ def picture(n, C):
     return lines
 
 
+def settled(live):
+    """The bytes alive once gloo's threads, too, have let go of what they sent."""
+    before = -1
+    while live.total != before:
+        before = live.total
+        time.sleep(0.1)
+    return before
+
+
 def attention_cost(kind, config, B, C, group):
     """Forward and backward of one attention, measured: bytes kept between them, the wire meter."""
     heads = config.heads, config.kv_heads, config.kv_heads
@@ -542,7 +553,7 @@ def attention_cost(kind, config, B, C, group):
         q, k, v = (x.requires_grad_().clone() for x in leaves)
         out = KINDS[kind](q, k, v, None, group=group)
         del q, k, v  # from here on, what is alive is alive for backward
-        kept = live.total
+        kept = settled(live)
         out.sum().backward()
     return kept, wire
 
