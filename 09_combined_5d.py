@@ -5,7 +5,7 @@ Idea      Each chapter changes one thing about the model of 01 or about how its 
           Put together in the right order they make a training loop that computes exactly what one
           device would compute, and --check proves it: loss, every gradient, every weight.
 Picture   the order of composition, which is the lesson (see compose below):
-          mesh ─ model of this stage ─ optimizer ─ training steps
+          mesh ─ model of this stage ─ attention (07) ─ optimizer ─ training steps
 Cost      the sum of the chapters' costs, and three control numbers a step (valid tokens, loss,
           gradient norm); the table at the end shows measured bytes beside the formulas.
 Forget    the sum of the gradients over dp. Every rank then trains its own model on its own data:
@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 memory = import_module("01_memory")  # the model
 dp = import_module("02_dp")  # ranks, samples, data parallelism
+cp = import_module("07_cp_ring")  # context parallelism
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 MAX_NORM = 1.0
@@ -46,6 +47,8 @@ def parse(argv=None):
     p = argparse.ArgumentParser(description="train a Llama on any layout; see the docstring")
     p.add_argument("--model", default="tiny", help=", ".join(memory.PRESETS))
     p.add_argument("--dp", type=int, default=1, help="data-parallel degree")
+    p.add_argument("--cp", type=int, default=1, help="context-parallel degree")
+    p.add_argument("--cp-kind", default="ring", help=", ".join(cp.KINDS))
     p.add_argument("--batch", type=int, default=12, help="global batch, in sequences")
     p.add_argument("--micro-batch", type=int, help="sequences at a time (default: batch / dp)")
     p.add_argument("--seq", type=int, default=128, help="tokens of a sequence")
@@ -70,7 +73,7 @@ def parse(argv=None):
 
 def layout(args):
     """Degrees by axis, outermost first: neighbouring ranks differ in the last one."""
-    return {"dp": args.dp}
+    return {"dp": args.dp, "cp": args.cp}
 
 
 def violations(args, world):
@@ -86,7 +89,8 @@ def violations(args, world):
     known("--model", args.model, list(memory.PRESETS))
     known("--optimizer", args.optimizer, ["adamw", "sgd"])
     known("--dtype", args.dtype, list(DTYPES))
-    counts = ["dp", "batch", "micro_batch", "seq", "steps"]
+    known("--cp-kind", args.cp_kind, list(cp.KINDS))
+    counts = ["dp", "cp", "batch", "micro_batch", "seq", "steps"]
     for name in counts:
         if getattr(args, name) < 1:
             wrong.append(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
@@ -104,7 +108,7 @@ def violations(args, world):
     if args.dry_run and not 0 <= args.rank < world:
         wrong.append(f"--rank {args.rank}: from 0 to {world - 1}")
     if all(getattr(args, name) > 0 for name in counts):
-        wrong += _batch_violations(args)
+        wrong += _batch_violations(args) + _sequence_violations(args)
     if not args.dry_run and args.seq > 0:
         wrong += _data_violations(args)
     return wrong
@@ -120,6 +124,23 @@ def _batch_violations(args):
         f"--batch {args.batch} is not a multiple of dp {args.dp} x micro-batch"
         f" {args.micro_batch} = {unit}: the nearest are {near}"
     ]
+
+
+def _sequence_violations(args):
+    """What context parallelism asks of the sequence, and Ulysses of the heads."""
+    wrong, n = [], args.cp
+    if n > 1 and args.seq % (2 * n):
+        near = " or ".join(map(str, cp.nearest_lengths(args.seq, n)))
+        wrong.append(f"--seq {args.seq} is not a multiple of 2 x cp {n} = {2 * n}: the nearest are"
+                     f" {near}")  # fmt: skip
+    if args.cp_kind == "ulysses" and args.model in memory.PRESETS:
+        heads = memory.PRESETS[args.model].heads
+        near = [d for d in range(1, heads + 1) if heads % d == 0]
+        if heads % n:
+            near = sorted(sorted(near, key=lambda d: abs(d - n))[:2])
+            wrong.append(f"--cp {n} does not divide the {heads} heads of {args.model}, as ulysses"
+                         f" needs: the nearest are {near[0]} or {near[1]}")  # fmt: skip
+    return wrong
 
 
 def _data_violations(args):
@@ -174,9 +195,9 @@ def make_groups(sizes, timeout):
 # shard beyond that. The gradient is summed over both. There are no other special cases.
 
 SYNC = [  # parameters, shard, same
-    (r"(embed_tokens|lm_head)\.weight", ("dp",), ()),
-    (r"layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight", ("dp",), ()),
-    (r"(norm|layers\.\d+\.(input|post_attention)_layernorm)\.weight", ("dp",), ()),
+    (r"(embed_tokens|lm_head)\.weight", ("dp", "cp"), ()),
+    (r"layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight", ("dp", "cp"), ()),
+    (r"(norm|layers\.\d+\.(input|post_attention)_layernorm)\.weight", ("dp", "cp"), ()),
 ]
 
 
@@ -214,9 +235,11 @@ def copies(sizes, names):
 # --- 4. The composition ----------------------------------------------------------------------
 
 
-def compose(args, device):
+def compose(args, groups, device):
     """Everything a rank holds, in the order in which the chapters build on each other."""
     model = memory.build(memory.PRESETS[args.model], args.seed, DTYPES[args.dtype], device)  # 01
+    if args.cp > 1:
+        cp.use(model, groups["cp"], args.cp_kind)  # 07
     optimizer = Optimizer(model, args)
     return model, optimizer
 
@@ -274,7 +297,23 @@ def learning_rate(step, args):
 # --- 5. A training step ----------------------------------------------------------------------
 
 
-def train_step(model, optimizer, groups, sizes, batches, lr, record=None):
+def my_batches(args, groups, sample, step, device):
+    """This rank's micro-batches: samples by its dp coordinate, a part of each by its cp one."""
+    numbers = dp.my_samples(step, args.batch, dist.get_rank(groups["dp"]), args.dp)
+    rank = dist.get_rank(groups["cp"])
+    return [
+        tuple(cp.part(x, 1, rank, args.cp) for x in batch)  # (B, T) -> (B, T/cp)
+        for batch in dp.micro_batches(sample, numbers, args.micro_batch, device)
+    ]
+
+
+def my_positions(args, groups, device):
+    """Where in the sequence this rank's tokens are: (T/cp,)."""
+    positions = torch.arange(args.seq, device=device)
+    return cp.part(positions, 0, dist.get_rank(groups["cp"]), args.cp)
+
+
+def train_step(model, optimizer, groups, sizes, batches, lr, record=None, positions=None):
     """One step on this rank's micro-batches, all ranks together.
 
     Returns a tensor (loss, gradient norm, this rank's share of the loss), without having looked at
@@ -283,7 +322,7 @@ def train_step(model, optimizer, groups, sizes, batches, lr, record=None):
     record, a dict, receives this step's summed gradients before clipping.
     """
     N = dp.count_valid(batches, groups["control"])
-    loss = dp.accumulate_gradients(model, batches, N)
+    loss = dp.accumulate_gradients(model, batches, N, positions)
     sync_gradients(model, groups)  # forget
     gradients = dp.gradients(model)
     if record is not None:
@@ -300,21 +339,37 @@ def train_step(model, optimizer, groups, sizes, batches, lr, record=None):
     return torch.stack([stats[0], norm, loss.double()])
 
 
-def sent(parameters, sizes):
+def sent(parameters, sizes, args):
     """Calls and bytes a rank sends in a step, by axis: {axis: (calls, bytes)}."""
     gradients = [p.numel() * memory.at_least_fp32(p.dtype).itemsize for p in parameters]
     control = [8, 16]  # the valid tokens in int64; the loss and the squared norm in float64
+    calls, size = dp.sent(gradients, sizes["cp"])
+    for more_calls, more in attention_sent(args, sizes) if sizes["cp"] > 1 else ():
+        calls, size = calls + more_calls, size + more
     return {
         "dp": dp.sent(gradients, sizes["dp"]),
+        "cp": (calls, size),
         "control": dp.sent(control, math.prod(sizes.values())),
     }
 
 
-def wire_table(wire, parameters, sizes):
+def attention_sent(args, sizes):
+    """The same of attention over cp: (calls, bytes) for each collective."""
+    c = memory.PRESETS[args.model]
+    heads = c.heads, c.kv_heads, c.head_dim
+    layer = cp.sent(
+        args.cp_kind, args.micro_batch, args.seq, *heads, sizes["cp"], DTYPES[args.dtype]
+    )
+    times = c.layers * (args.batch // sizes["dp"] // args.micro_batch)
+    return [(times * calls, times * size) for calls, size in layer.values()]
+
+
+def wire_table(wire, parameters, sizes, args):
     """Print what a step sent beside the formulas; returns the failures."""
     rows, failures = [], []
-    for axis, (calls, size) in sent(parameters, sizes).items():
-        measured = wire.calls[axis, "all_reduce"], wire.bytes[axis, "all_reduce"]
+    for axis, (calls, size) in sent(parameters, sizes, args).items():
+        names = [key for key in wire.calls if key[0] == axis and key[1] != "barrier"]
+        measured = sum(wire.calls[k] for k in names), sum(wire.bytes[k] for k in names)
         rows.append([axis, measured[0], calls, measured[1], size])
         if measured != (calls, size):
             failures.append(f"{axis} sent {measured} calls and bytes, by formula {(calls, size)}")
@@ -450,19 +505,19 @@ def train(args):
     tokens = dp.open_tokens(args.data)
     dp.agree(dp.fingerprint(tokens), "the training data", groups["control"])
     sample = dp.Samples(tokens, args.seq, args.seed)
-    model, optimizer = compose(args, device)
+    model, optimizer = compose(args, groups, device)
     describe(args, model, sizes)
     check = Check(args, sample, device)
     wire, csv = dp.Wire(), open_csv(args.csv)
+    positions = my_positions(args, groups, device)
 
     dp.log(" step       loss  one device  grad norm        lr  tokens/s    MFU")
     for step in range(args.steps):
         begin, lr = time.perf_counter(), learning_rate(step, args)
         gradients = {} if check.comparing(step) else None
         with wire if step == 0 else contextlib.nullcontext():
-            numbers = dp.my_samples(step, args.batch, dist.get_rank(groups["dp"]), args.dp)
-            batches = dp.micro_batches(sample, numbers, args.micro_batch, device)
-            stats = train_step(model, optimizer, groups, sizes, batches, lr, gradients)
+            batches = my_batches(args, groups, sample, step, device)
+            stats = train_step(model, optimizer, groups, sizes, batches, lr, gradients, positions)
         loss, norm, own = stats.tolist()  # the one look at values, for the line below
         speed = args.batch * args.seq / (time.perf_counter() - begin)
         expected = "-"
@@ -511,7 +566,7 @@ def open_csv(path):
 def report(args, model, sizes, wire, check):
     """Bytes beside formulas, errors beside bounds; returns the failures."""
     dp.log()
-    failures = wire_table(wire, list(model.parameters()), sizes)
+    failures = wire_table(wire, list(model.parameters()), sizes, args)
     if args.check:
         dp.log()
         failures = check.report() + failures  # parameters first: they say more
@@ -526,6 +581,8 @@ def show_text(args, model, tokens, device, length=160):
     """A few tokens from the trained model, sampled after the first words of the data."""
     if dist.get_rank() != 0:
         return
+    for layer in model.layers.values():
+        layer.self_attn.attend = memory.attend  # this rank alone, and the whole sequence
     generator = torch.Generator(device).manual_seed(args.seed)
     ids = torch.from_numpy(tokens[:16].astype("int64")).to(device)[None]  # (1, T)
     for _ in range(length):
@@ -552,12 +609,11 @@ def dry_run(args, world):
     sizes = layout(args)
     groups = make_groups(sizes, args.timeout)
     with FakeTensorMode(), dp.Wire() as wire:
-        model, optimizer = compose(args, "cpu")
+        model, optimizer = compose(args, groups, "cpu")
         empty = torch.zeros(args.seq, dtype=torch.int64)
-        numbers = dp.my_samples(0, args.batch, dist.get_rank(groups["dp"]), args.dp)
-        batches = dp.micro_batches(lambda i: (empty, empty), numbers, args.micro_batch, "cpu")
-        record = {}
-        train_step(model, optimizer, groups, sizes, batches, args.lr, record)
+        batches = my_batches(args, groups, lambda i: (empty, empty), 0, "cpu")
+        record, positions = {}, my_positions(args, groups, "cpu")
+        train_step(model, optimizer, groups, sizes, batches, args.lr, record, positions)
         held = {
             "parameters": list(model.parameters()),
             "gradients": list(record.values()),
@@ -573,7 +629,7 @@ def dry_run(args, world):
         [[n, len(ts), sum(t.numel() * t.element_size() for t in ts)] for n, ts in held.items()],
     )
     print()
-    failures = wire_table(wire, held["parameters"], sizes)
+    failures = wire_table(wire, held["parameters"], sizes, args)
     print(f"09_combined_5d FAIL: {failures[0]}" if failures else "09_combined_5d OK")
     return 1 if failures else 0
 
