@@ -61,6 +61,9 @@ def parse(argv=None):
     p.add_argument("--data", help="a text file, .bin (uint16) or .npy; default: Python's library")
     p.add_argument("--check", nargs="?", type=int, const=5, default=0, metavar="K",
                    help="compare the first K steps (5) with one device")  # fmt: skip
+    p.add_argument("--ckpt", metavar="DIR", help="write checkpoints there, at least at the end")
+    p.add_argument("--save-every", type=int, default=0, metavar="N", help="every N steps too")
+    p.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint")
     p.add_argument("--csv", metavar="FILE", help="write step,loss,… in full precision")
     p.add_argument("--timeout", type=float, default=300.0, help="seconds a collective may wait")
     p.add_argument("--dry-run", action="store_true", help="one step of one rank, on fake tensors")
@@ -106,6 +109,12 @@ def violations(args, world):
             wrong.append(f"--{name} {getattr(args, name)}: above 0, and finite")
     if args.check < 0:
         wrong.append(f"--check {args.check}: how many steps to compare, at least 1")
+    if args.save_every < 0:
+        wrong.append(f"--save-every {args.save_every}: at least 1")
+    if (args.save_every or args.resume) and not args.ckpt:
+        wrong.append("--save-every and --resume need --ckpt DIR")
+    if args.check and args.resume:
+        wrong.append("--check compares the first steps of a run: not with --resume")
     need = math.prod(layout(args).values())
     if world != need:
         product = " x ".join(f"{axis} {n}" for axis, n in layout(args).items())
@@ -455,6 +464,38 @@ def mfu(args, device, tokens_per_second):
     return peak and tokens_per_second / dist.get_world_size() * useful / peak
 
 
+def facts(args, tokens):
+    """What must be the same for a resumed run to be the run that was interrupted."""
+    names = ("model", "seed", "batch", "seq")
+    return {name: getattr(args, name) for name in names} | {"data": dp.fingerprint(tokens)}
+
+
+def resume(args, optimizer, groups, facts):
+    """Load the newest good checkpoint; returns how many steps were done, 0 if there is none."""
+    folder = zero.newest(args.ckpt, groups["control"], dp.log)
+    if folder is None:
+        dp.log(f"no checkpoint in {args.ckpt}: starting from the beginning\n")
+        return 0
+    saved = zero.read_index(folder)["facts"]
+    if other := [f"{k} {facts[k]}, not {saved[k]}" for k in facts if facts[k] != saved[k]]:
+        raise zero.CheckpointError(f"{folder} is of another run: {', '.join(other)}")
+    step = zero.restore(folder, optimizer, groups["control"], dp.log)["step"]
+    dp.log(f"resumed from {folder}: {step} steps done\n")
+    return step
+
+
+def save(args, step, optimizer, groups, facts):
+    """Write a checkpoint of `step` steps. If that fails, training goes on; returns the failures."""
+    begin = time.perf_counter()
+    try:
+        size = zero.save(args.ckpt, step, optimizer.state(), facts, groups["control"])
+    except zero.CheckpointError as error:
+        dp.log(f"checkpoint of step {step} not written ({error}); the one before it stands")
+        return [f"checkpoint of step {step}: {error}"]
+    dp.log(f"checkpoint of step {step}: {size:,} bytes in {time.perf_counter() - begin:.2f} s")
+    return []
+
+
 def train(args):
     """The whole job of one rank; returns the exit code."""
     device, sizes = dp.device(), layout(args)
@@ -465,14 +506,20 @@ def train(args):
     model, optimizer = compose(args, groups, device)
     describe(args, model, sizes)
     check = Check(args, sample, device)
-    wire, csv = dp.Wire(), open_csv(args.csv)
+    run, unsaved, first = facts(args, tokens), [], 0
+    if args.resume:
+        try:
+            first = resume(args, optimizer, groups, run)
+        except zero.CheckpointError as error:  # the same on all ranks
+            return dp.verdict("09_combined_5d", [str(error)])
+    wire, csv = dp.Wire(), open_csv(args.csv, first)
 
     dp.log(f"{'step':>5} {'loss':>10} {'one device':>11} {'grad norm':>10} {'lr':>9} {'tokens/s':>9}"
            f" {'MFU':>6}")  # fmt: skip
-    for step in range(args.steps):
+    for step in range(first, args.steps):
         begin, lr = time.perf_counter(), learning_rate(step, args)
         gradients = [] if step < check.steps else None
-        with wire if step == 0 else contextlib.nullcontext():
+        with wire if step == first else contextlib.nullcontext():
             numbers = dp.my_samples(step, args.batch, dist.get_rank(groups["dp"]), args.dp)
             batches = dp.micro_batches(sample, numbers, args.micro_batch, device)
             stats = train_step(model, optimizer, groups, batches, lr, gradients)
@@ -492,10 +539,13 @@ def train(args):
             return dp.verdict("09_combined_5d", [
                 f"step {step + 1}: loss {loss}, gradient norm {norm}; weights were left as they were"
             ])  # fmt: skip
+        done = step + 1
+        if args.ckpt and (done == args.steps or args.save_every and done % args.save_every == 0):
+            unsaved = save(args, done, optimizer, groups, run)
 
-    failures = report(args, model, optimizer, groups, wire, check)
+    failures = report(args, model, optimizer, groups, wire, check) if first < args.steps else []
     show_text(args, model, tokens, device)
-    return dp.verdict("09_combined_5d", failures)
+    return dp.verdict("09_combined_5d", failures + unsaved)
 
 
 def describe(args, model, sizes):
@@ -508,11 +558,14 @@ def describe(args, model, sizes):
            f" dp {args.dp} x {steps} micro-batches of {args.micro_batch}\n")  # fmt: skip
 
 
-def open_csv(path):
+def open_csv(path, first):
+    """The file, with what it says of the first steps if they were done by an earlier run."""
     if path is None or dist.get_rank() != 0:
         return None
+    lines = open(path).readlines()[1:] if first and os.path.exists(path) else []
     file = open(path, "w", buffering=1)
     file.write("step,loss,grad_norm,lr\n")
+    file.writelines(line for line in lines if int(line.split(",")[0]) <= first)
     return file
 
 
