@@ -17,9 +17,9 @@ Cost      held(...) and sent(...) below, by stage. Activations are not cut: 04, 
 Pays      stage 1 always: it sends what 02 sends. Stage 2 saves nothing more with one micro-batch,
           and with several it sends a gradient for each. Stage 3 when the model doesn't fit
           otherwise, and a block computes for longer than its neighbour travels.
-Forget    the sum of the squared norms over the ranks. Each then clips its shard by its shard's own
-          norm; the gradients were right before (error 4.78 after clipping
-          in this demo, at stage 3).
+Forget    the sum of the squared norms over the ranks. Each rank then clips its shard by that
+          shard's own norm: gradients that were right before are wrong after (relative
+          error 4.78 in this demo, at stage 3).
 Run       torchrun --nproc-per-node 4 03_zero.py      (or python 03_zero.py)
 Read      ZeRO (1910.02054), PyTorch FSDP (2304.11277)
 
@@ -315,6 +315,8 @@ class Optimizer:
 
     def gradient_finished(self, flat, name, p):
         """A gradient is complete. Stage 1 reduces in the last pass, 2 and 3 in every one."""
+        if self.in_flight is flat:  # its buffer is still travelling
+            self.finish_reduce()
         if flat.collect(name, p):
             flat.ready = flat.stage > 1 or flat.passes == self.passes
         while self.order[self.turn].ready:
@@ -345,17 +347,13 @@ class Optimizer:
             if flat.unreduced():
                 self.start_reduce(flat)
         self.finish_reduce()
-        sums = [
-            dist.all_reduce(flat.grad, group=group, async_op=True)
-            for flat in self.order
-            for group in flat.same
-        ]
-        for work in sums:
-            work.wait()
+        for flat in self.order:
+            for group in flat.same:
+                dist.all_reduce(flat.grad, group=group)
 
     def squares(self):
         """This rank's share of the squared norm; over all ranks, each element counts once."""
-        total = 0
+        total = torch.zeros((), dtype=torch.float64, device=self.flats[0].shard.device)
         for flat in self.order:
             copies = math.prod(dist.get_world_size(group) for group in flat.same)
             total += torch.linalg.vector_norm(flat.grad, dtype=torch.float64).square() / copies
@@ -384,6 +382,7 @@ class Optimizer:
     def spread(self):
         """From the masters to the weights the model computes with."""
         for flat in self.flats:
+            flat.free()  # a forward without a backward has left its last unit
             if flat.master is not flat.shard:
                 flat.shard.copy_(flat.master)
             if flat.trainable and flat.stage in (1, 2):
@@ -578,7 +577,7 @@ def together(work, group):
     """work() on every rank, and the list of results; if it fails on one rank, all raise."""
     try:
         mine = work(), None
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         mine = None, f"rank {dist.get_rank(group)}: {type(error).__name__} {error}"
     everyone = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
@@ -770,7 +769,9 @@ def read_piece(piece, source, dtype, file):
     for to, at, count in overlaps(ours, theirs):
         for i in range(0, count, most):
             file.seek(source["offset"] + (at + i) * dtype.itemsize)
-            data = bytearray(file.read(min(most, count - i) * dtype.itemsize))
+            data = bytearray(min(most, count - i) * dtype.itemsize)
+            if file.readinto(data) < len(data):
+                raise ValueError(f"{file.name} is too short")
             values = torch.frombuffer(data, dtype=dtype)
             piece.tensor[to + i : to + i + len(values)] = values.to(piece.tensor.device)
         found += count
