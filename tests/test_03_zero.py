@@ -6,8 +6,8 @@ from importlib import import_module
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -435,17 +435,6 @@ def mixed(stage, dtype_of, lr, steps, m):
     return optimizer.gathered([flat.master for flat in optimizer.flats]), rounded
 
 
-class Activations(nn.Module):
-    """A norm that takes bf16 and gives bf16, whatever its own weight is."""
-
-    def __init__(self, norm):
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, x):
-        return self.norm(x.float()).to(x.dtype)
-
-
 def norms_in_fp32(name):
     return torch.float32 if name.endswith("norm.weight") else torch.bfloat16
 
@@ -583,7 +572,7 @@ def norms(layout):
         "whole": (None, (dist.group.WORLD,)),
         "shard": (dist.group.WORLD, ()),
         "hybrid": (shard, same),
-        "one": (dist.new_group([0]) if False else None, (shard, *same)),
+        "copies": (None, (shard, *same)),
     }[layout]
     found = []
     for stage in (1, 2):
@@ -603,7 +592,7 @@ def norms(layout):
     return found
 
 
-@pytest.mark.parametrize("layout", ["whole", "shard", "hybrid", "one"])
+@pytest.mark.parametrize("layout", ["whole", "shard", "hybrid", "copies"])
 def test_every_element_counts_once_in_the_norm(layout):
     """B48, B49: the same factor on all ranks, however the parameter is cut and copied."""
     results = dp.launch(norms, 4, layout, timeout=20)
@@ -614,7 +603,8 @@ def overflow(stage):
     model = llama(CONFIG)
     optimizer = sharded(model, zero.llama_units(model), stage)
     step_of(model, optimizer, 0, 1)
-    before, state = weights(optimizer), [t.clone() for s in optimizer.inner.state.values() for t in s.values()]
+    before = weights(optimizer)
+    state = [t.clone() for s in optimizer.inner.state.values() for t in s.values()]
     batches = my_batches(1, 1)
     optimizer.begin(1)
     dp.accumulate_gradients(model, batches, 10)
@@ -703,7 +693,7 @@ class Storages(TorchDispatchMode):
         for t in torch.utils._pytree.tree_leaves((args, kwargs, result)):
             if isinstance(t, torch.Tensor):
                 storage = t.untyped_storage()
-                self.seen[storage._cdata] = torch.multiprocessing.reductions.StorageWeakRef(storage), t.device
+                self.seen[storage._cdata] = StorageWeakRef(storage), t.device
         self.look()
         return result
 
