@@ -3,8 +3,10 @@
 import ast
 import csv
 import math
+import multiprocessing
 import random
 import re
+import sys
 from importlib import import_module
 
 import numpy as np
@@ -37,6 +39,10 @@ def run(capfd, *argv, code=0):
         "--dp 4 --micro-batch 1 --optimizer sgd --lr 0.1",
         "--dp 2 --micro-batch 2 --dtype float32",
         "--dp 3 --dtype bfloat16",
+        "--dp 2 --cp 2 --micro-batch 3",
+        "--dp 2 --cp 2 --zero 3 --cp-kind allgather --micro-batch 2",
+        "--dp 4 --zero 2 --hybrid 2 --micro-batch 1 --optimizer sgd",
+        "--cp 4 --cp-kind ulysses --zero 1",
     ],
 )
 def test_check_passes(capfd, argv):
@@ -107,14 +113,14 @@ def test_check_fails_when_a_weight_differs_by_one_part_in_a_billion(capfd):
 
 
 def drifting_replica(argv):
-    step = combined.Optimizer.step
+    step = combined.zero.Optimizer.step
 
     def nudged(self, lr, skip):
         step(self, lr, skip)
         if dist.get_rank() == 1:
-            self.parameters[3].data.view(-1)[0] += 1e-7
+            self.flats[1].parameters["layers.0.self_attn.k_proj.weight"].data.view(-1)[0] += 1e-7
 
-    combined.Optimizer.step = nudged
+    combined.zero.Optimizer.step = nudged
     return combined.train(combined.parse(argv))
 
 
@@ -133,13 +139,13 @@ def test_the_reference_uses_nothing_of_the_later_chapters():
         if isinstance(node, ast.Assign) and "import_module" in ast.unparse(node.value)
         for target in node.targets
     }
-    assert {"memory", "dp"} <= chapters
+    assert {"memory", "dp", "zero", "cp"} <= chapters
     called, todo = set(), ["reference"]
     while todo:  # and whatever of this file it calls
         called.add(name := todo.pop())
         names = {n.id for n in ast.walk(functions[name]) if isinstance(n, ast.Name)}
         assert not names & (chapters - {"memory"}), f"{name} uses {names & chapters}"
-        assert not names & {"dist", "Optimizer", "train_step"}
+        assert not names & {"dist", "train_step"}
         todo += [n for n in names if n in functions and n not in called]
     assert called == {"reference", "torch_optimizer", "learning_rate"}
 
@@ -152,20 +158,26 @@ def poisoned_run(argv, where):
     args, before = combined.parse(argv), {}
     accumulate = dp.accumulate_gradients
 
-    def poisoned(model, batches, N):
-        loss = accumulate(model, batches, N)
+    def poisoned(model, batches, N, positions):
+        loss = accumulate(model, batches, N, positions)
         poisoned.calls += 1
         if poisoned.calls == 2:
             before.update({n: p.detach().clone() for n, p in model.named_parameters()})
             before[""] = model
             if dist.get_rank() == 1 and where == "gradient":
-                model.norm.weight.grad[0] = float("inf")
+                poisoned.optimizer.order[0].full[-1] = float("inf")
             if dist.get_rank() == 1 and where == "loss":
                 loss = loss * float("nan")
         return loss
 
     poisoned.calls = 0
-    dp.accumulate_gradients = poisoned
+    dp.accumulate_gradients, compose = poisoned, combined.compose
+
+    def composed(*args):
+        model, poisoned.optimizer = compose(*args)
+        return model, poisoned.optimizer
+
+    combined.compose = composed
     code = combined.train(args)
     model = before.pop("")
     same = [torch.equal(p, before[n]) for n, p in model.named_parameters()]
@@ -183,15 +195,22 @@ def test_what_is_not_finite_stops_all_ranks_and_changes_nothing(capfd, where, sa
 # --- precision -------------------------------------------------------------------------------------
 
 
-def test_bf16_weights_feel_small_updates_through_their_masters():
+def small_steps():
     model = memory.build(memory.PRESETS["tiny"], dtype=torch.bfloat16)
-    optimizer = combined.Optimizer(model, combined.parse(["--optimizer", "sgd"]))
-    w = model.norm.weight  # ones; the next bf16 below 1 is 0.004 away
+    args = combined.parse(["--optimizer", "sgd"])
+    groups = dict.fromkeys((n for n, _ in model.named_parameters()), (None, ()))
+    optimizer = combined.zero.Optimizer(
+        model, combined.zero.llama_units(model), groups, 0, combined.partial(combined.torch_optimizer, args)
+    )  # fmt: skip
     for _ in range(8):
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p, dtype=torch.float32)
-        w.grad += 1e-3
-        optimizer.step(1.0, torch.zeros(()))
+        for flat in optimizer.order:
+            flat.grad += 1e-3
+        optimizer.step(1.0)
+    return model.norm.weight.float()
+
+
+def test_bf16_weights_feel_small_updates_through_their_masters():
+    (w,) = dp.launch(small_steps, 1, timeout=30)  # ones; the next bf16 below 1 is 0.004 away
     assert torch.equal(w, torch.full_like(w, 0.9921875)), "8 steps of 0.001, rounded once"
 
 
@@ -222,6 +241,14 @@ def test_mesh_of_any_order():
             for ranks in groups:  # equal in every coordinate but this one, in its order
                 assert [coordinates[r][i] for r in ranks] == list(range(sizes[axis]))
                 assert len({tuple(np.delete(coordinates[r], i)) for r in ranks}) == 1
+        one, two = draw.sample(range(4), 2)
+        joint = combined.mesh(sizes, f"{axes[one]}·{axes[two]}")[f"{axes[one]}·{axes[two]}"]
+        assert sorted(sum(joint, [])) == list(range(world))
+        for ranks in joint:  # the first axis outermost
+            pairs = [(coordinates[r][one], coordinates[r][two]) for r in ranks]
+            assert pairs == sorted(pairs) and len(set(pairs)) == len(ranks)
+            assert len(ranks) == sizes[axes[one]] * sizes[axes[two]]
+            assert len({tuple(np.delete(coordinates[r], [one, two])) for r in ranks}) == 1
 
 
 def test_every_parameter_matches_one_row():
@@ -251,7 +278,7 @@ def test_every_parameter_matches_one_row():
         ("--dp 0 --steps -1 --seq 0", ["--dp 0: at least 1", "--seq 0: at least 1", "--steps -1: at least 1"]),
         ("--lr nan --seed -3", ["--seed -3: from 0 to 2^32 - 1", "--lr nan: above 0, and finite"]),
         ("--data /no/such/file --model tinny", ["--model tinny", "--data /no/such/file: no such file"]),
-        ("--dry-run --dp 2 --world 3 --rank 3", ["3 ranks, but the layout dp 2 needs 2", "--rank 3: from 0 to 2"]),
+        ("--dry-run --dp 2 --world 3 --rank 3", ["3 ranks, but the layout dp 2 x cp 1 needs 2", "--rank 3: from 0 to 2"]),
         ("--seq 100000000", ["tokens are too few for --seq 100000000 and a next token"]),
     ],
 )  # fmt: skip
@@ -294,12 +321,12 @@ def test_torchrun_with_the_wrong_world(script):
     message = [line for line in out.stderr.splitlines() if line.startswith("09_combined_5d: ")]
     assert message == [
         "09_combined_5d: --model tinny: did you mean tiny?",
-        "09_combined_5d: 2 ranks, but the layout dp 3 needs 3",
+        "09_combined_5d: 2 ranks, but the layout dp 3 x cp 1 needs 3",
     ]
 
 
 def test_torchrun(script):
-    argv = "--dp 2 --steps 2 --seq 24 --check".split()
+    argv = "--dp 2 --zero 3 --steps 2 --seq 24 --check".split()
     out = script("09_combined_5d.py", *argv, torchrun=2)
     assert out.returncode == 0 and out.stdout.splitlines()[-1] == "09_combined_5d OK", out.stderr
     assert all(len(line) <= 80 for line in out.stdout.splitlines())
@@ -311,42 +338,53 @@ def test_torchrun(script):
 def real_step(argv):
     """What the dry run claims, measured: bytes held and sent in one real step."""
     args = combined.parse(argv)
-    sizes, groups = combined.layout(args), combined.make_groups(combined.layout(args), 30)
-    model, optimizer = combined.compose(args, "cpu")
-    sample, record = dp.Samples(dp.open_tokens(), args.seq, 0), {}
+    groups = combined.make_groups(args, combined.layout(args))
+    model, optimizer = combined.compose(args, groups, "cpu")
+    sample = dp.Samples(dp.open_tokens(), args.seq, 0)
+    positions = combined.my_positions(args, groups, "cpu")
     with dp.Wire() as wire:
-        numbers = dp.my_samples(0, args.batch, dist.get_rank(), args.dp)
-        batches = dp.micro_batches(sample, numbers, args.micro_batch, "cpu")
-        combined.train_step(model, optimizer, groups, sizes, batches, 1e-3, record)
-    moments = [t for s in optimizer.inner.state.values() for n, t in s.items() if n != "step"]
-    held = [list(model.parameters()), list(record.values()), moments]
-    return [dp._bytes(tensors) for tensors in held], dict(wire.calls), dict(wire.bytes)
+        batches = combined.my_batches(args, groups, sample, 0, "cpu")
+        combined.train_step(model, optimizer, groups, batches, positions, 1e-3)
+    held = {kind: dp._bytes(tensors) for kind, tensors in optimizer.tensors().items()}
+    return held, dict(wire.calls), dict(wire.bytes)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_dry_run_holds_and_sends_what_a_real_step_does(capfd, dtype):
-    argv = ["--dp", "2", "--seq", "24", "--micro-batch", "2", "--dtype", dtype]
-    (parameters, gradients, moments), calls, size = dp.launch(real_step, 2, argv, timeout=60)[1]
-    lines = run_dry(*argv, "--rank", "1")
-    table = {line.split("  ")[0]: line.replace(",", "").split()[-1] for line in lines if "  " in line}
-    assert [int(table[k]) for k in ("parameters", "gradients", "moments")] == [parameters, gradients, moments]
-    rows = {words[0]: words[1:] for words in (line.replace(",", "").split() for line in lines) if words}
-    for axis in ("dp", "control"):
-        measured, formula = calls[axis, "all_reduce"], int(size[axis, "all_reduce"])
-        assert rows[axis] == [str(measured)] * 2 + [str(formula)] * 2
+@pytest.mark.parametrize(
+    "layout",
+    ["--dp 2", "--dp 2 --dtype bfloat16 --zero 3", "--dp 1 --cp 2 --zero 1", "--dp 4 --zero 2 --hybrid 2"],
+)
+def test_a_dry_run_holds_and_sends_what_a_real_step_does(capfd, layout):
+    argv = [*layout.split(), "--batch", "8", "--seq", "24", "--micro-batch", "2"]
+    args = combined.parse(argv)
+    held, calls, size = dp.launch(real_step, args.dp * args.cp, argv, timeout=60)[1]
+    lines = run_dry(capfd, *argv, "--rank", "1")
+    cells = [re.split(r" {2,}", line.replace(",", "")) for line in lines]
+    assert {c[0]: int(c[-1]) for c in cells if c[0] in held} == held
+    rows = {(c[0], c[1]): c[2:] for c in cells if len(c) == 6 and c[0] != "sent in a step"}
+    assert rows.keys() == calls.keys() and len(rows) > 1
+    for key, cells in rows.items():
+        assert cells == [str(calls[key])] * 2 + [str(int(size[key]))] * 2
     assert lines[-1] == "09_combined_5d OK"
 
 
-def run_dry(*argv):
-    """A dry run owns the process group of its process, so it gets one of its own."""
-    out = import_module("conftest").run_script("09_combined_5d.py", "--dry-run", *argv)
-    assert out.returncode == 0, out.stderr
-    return out.stdout.splitlines()
+def run_dry(capfd, *argv):
+    """A dry run makes the process group of its process, so it gets a forked one of its own."""
+    capfd.readouterr()
+    child = multiprocessing.get_context("fork").Process(
+        target=lambda: sys.exit(combined.main(["--dry-run", *argv]))
+    )
+    child.start()
+    child.join(timeout=100)
+    out = capfd.readouterr()
+    assert child.exitcode == 0, out
+    return out.out.splitlines()
 
 
-def test_a_dry_run_of_a_world_that_no_machine_here_could_hold():
-    lines = run_dry(*"--model llama3-70b --dp 1024 --batch 2048 --micro-batch 1".split(),
-                    *"--seq 8192 --dtype bfloat16 --rank 1023".split())  # fmt: skip
-    N = memory.parameter_count(memory.PRESETS["llama3-70b"])
-    assert [line.split()[-1] for line in lines if line.startswith("moments")] == [f"{8 * N:,}"]
-    assert any(line.startswith("master weights") and line.endswith(f"{4 * N:,}") for line in lines)
+def test_a_dry_run_of_a_world_that_no_machine_here_could_hold(capfd):
+    lines = run_dry(capfd, *"--model llama3-8b --dp 256 --batch 512 --micro-batch 1".split(),
+                    *"--seq 8192 --dtype bfloat16 --zero 1 --rank 255".split())  # fmt: skip
+    N = memory.parameter_count(memory.PRESETS["llama3-8b"])
+    held = {cells[0]: int(cells[-1].replace(",", ""))
+            for line in lines if len(cells := re.split(r" {2,}", line)) == 3 and cells[0] != "held"}  # fmt: skip
+    assert held == {"parameters": 2 * N, "gradients": 4 * N, "master copy": 4 * N // 256,
+                    "moments": 8 * N // 256}  # fmt: skip
