@@ -7,11 +7,12 @@ Idea      Every rank holds the whole model and its own part of the batch. The gr
 Picture   rank 0   batch[0:3] ─ forward ─ backward ─ grad ─┐
           rank 1   batch[3:6] ─ forward ─ backward ─ grad ─┼─ sum ─ the same grad everywhere
           rank 2   batch[6:9] ─ forward ─ backward ─ grad ─┘
-          after    forward │ backward: layer 3, 2, 1, 0 │ sum 3, 2, 1, 0 │ step
-          buckets  forward │ backward: layer 3, 2, 1, 0 │ step
-                           │       sum ─────  3, 2, 1,  0│
+          after    forward ─ backward of layers 3 2 1 0 ─ sum 3 2 1 0 ─ step
+          buckets  forward ─ backward of layers 3 2 1 0 ─ step
+                                          sum     3 2 1 0
 Cost      held: everything, on every rank. Sent per rank and step: 2·(N-1)/N of the gradients' bytes
-          (a ring all-reduce), in one call a parameter or a bucket, however many micro-batches.
+          (a ring all-reduce), in one call a parameter or a bucket, however many micro-batches;
+          buckets also ask which parameters were used, a byte each.
 Pays      as long as the model fits one device, there is enough batch to divide, and the last
           micro-batch is long enough to hide the sum behind its backward (section 8).
 Forget    the tokens that count. The loss is a sum divided by the number of valid tokens of the
@@ -676,7 +677,7 @@ class Buckets:
             for p, anywhere in zip(self.names, used.tolist()):
                 if anywhere:
                     p.grad = self.bucket_of[p].views[p]
-        self.passes = None
+        self.passes, self.running = None, []
 
 
 def held(gradients):
@@ -1024,7 +1025,7 @@ def demo(args):
             write_trace(args.trace, spans)
     table(["sent per rank", "calls", "formula", "bytes", "formula", "error", "hidden"], rows)
     log(f"\nerror    worst of {len(sizes)} gradients against one device")
-    log("hidden   1 - time blocked / time from issue to completion (waiting for others too)")
+    log("hidden   1 - time blocked / time from issue to completion, slow peers included")
     log(f"loss     one device {dense_loss:.6f}   dp {loss:.6f}")
     return verdict("02_dp", failures)
 
