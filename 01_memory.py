@@ -44,6 +44,7 @@ model.load_state_dict({name.removeprefix("model."): w for name, w in checkpoint.
 import argparse
 import itertools
 import math
+import re
 import time
 import weakref
 import zlib
@@ -566,9 +567,9 @@ MADE_BY = {
 
 def kind_of(mode, layer):
     """none, selective or full: what the layer of this global number does under `mode`."""
-    kind, _, first = mode.partition(":")
-    if kind not in ("none", "selective", "full") or (first and kind != "full"):
+    if not re.fullmatch(r"none|selective|full(:\d+)?", mode):
         raise ValueError(f"recompute {mode!r}: none, selective, full or full:K (first K layers)")
+    kind, _, first = mode.partition(":")
     return "none" if first and layer >= int(first) else kind
 
 
@@ -979,6 +980,8 @@ def byte_table(c, B, T, recipe, mode, held):
         print(f"{name:13}{formula:20,}{measured:20,}  {CUT_BY.get(name, '')}".rstrip())
         for part, n in kept.items() if name == "activations" else ():
             print(f"  {part:11}{n:20,}{'':20}  {CUT_BY.get(part, '')}".rstrip())
+    part, extra = min(B * T, CrossEntropyFunction.ROWS), loss_temporaries(c, B * T, recipe.weights)
+    print(f"Beside the logits lives their gradient, {part:,} rows also in fp32: {extra:,}.")
     print(f"The step is fullest at: {fullest}.")
     return [name for name, formula, measured in rows if formula != measured]
 
@@ -1013,10 +1016,10 @@ def compare_recomputation(c, B, T, rounds=4):
         models[mode] = build(c)
         recompute(models[mode], mode)
     seconds = dict.fromkeys(models, math.inf)
-    for mode, model in list(models.items()) * rounds:  # in turns: the machine has other work too
-        start = time.perf_counter()
+    for mode, model in list(models.items()) * rounds:  # in turns, so that none has the cold cache
+        start = time.process_time()
         forward_backward(model)
-        seconds[mode] = min(seconds[mode], time.perf_counter() - start)
+        seconds[mode] = min(seconds[mode], time.process_time() - start)
     print(f"{'recompute':11}{'kept':>12}{'of none':>9}{'FLOPs':>7}{'time':>6}  loss and gradients")
     for mode, model in models.items():
         model.zero_grad()
@@ -1080,11 +1083,15 @@ def print_large_models(T=8192):
 
 
 def print_cost(c, B, T, mode, tokens, gpu, mfu, price):
-    useful, executed = flops_per_token(c, T) * B * T, sum(executed_flops(c, B, T, mode))
     print(f"GFLOPs per token at T = {T:,}")
     for name, count in CONVENTIONS.items():
         print(f"  {count(c, T) / 1e9:12,.3f}  {name}")
-    print(f"  {executed / (B * T) / 1e9:12,.3f}  as executed: HFU = {executed / useful:.3f} x MFU")
+    useful, attention = flops_per_token(c, T), 6 * c.layers * c.heads * c.head_dim * T
+    executed = [n / (B * T) for n in executed_flops(c, B, T, mode)]
+    print(f"{'':18}{'matmuls':>12}{'attention':>12}")
+    print(f"  {'useful':16}{(useful - attention) / 1e9:12,.3f}{attention / 1e9:12,.3f}")
+    print(f"  {'executed':16}{executed[0] / 1e9:12,.3f}{executed[1] / 1e9:12,.3f}", end="")
+    print(f"   recompute {mode}: HFU = {sum(executed) / useful:.3f} MFU")
     hours = gpu_hours(flops_per_token(c, T) * tokens, PEAKS.get((gpu, "bf16")), mfu)
     if hours is None:
         return print(f"GPU-hours: none, the bf16 peak of {gpu!r} is not known")
