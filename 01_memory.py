@@ -20,19 +20,19 @@ Cost      parameters  N = V·D (twice if untied) + L·(2·D·H·h + 2·D·K·h +
           bf16 training  2 (weight) + 4 (gradient) + 4 (fp32 master) + 8 (moments) = 18 bytes each
           useful FLOPs per trained token  6·(parameters of the matmuls) + 6·L·H·h·T (causal)
           full recomputation adds a forward pass of the blocks: 4/3 of the blocks' matmuls
-Pays      selective: whenever memory matters, it adds no matmul (DeepSeek-V3 trained this way).
+Pays      selective: whenever memory matters, it adds no matmul (DeepSeek-V3 does the same).
           full: when that is not enough, for as few layers as fit (full:K). Every layer when some
           would do costs FLOPs for nothing, see smollm-1.7b below. What is left over goes to more
           devices: 03 cuts the optimizer, 04 and 07 cut what tokens keep.
 Forget    the fp32 master copy. A step is smaller than bf16 can add to a weight: without the copy
           layers.0.input_layernorm.weight never moves, error 1.00 against fp32 training, while the
           loss after 4 steps is within 0.01 of it. It is also the line that memory sums leave out,
-          4 bytes a parameter: 27 GB of the 114 GB that are often quoted for 7B.
+          4 bytes a parameter: 27 GB are missing in the 114 GB that are often quoted for 7B.
 Run       python 01_memory.py
           python 01_memory.py --model llama3-70b --seq 8192 --micro-batch 1 --recompute selective
 Read      Llama 3 (2407.21783), RoPE (2104.09864), GQA (2305.13245), SwiGLU (2002.05202);
           recomputation (1604.06174, 2205.05198), mixed precision (1710.03740), AdamW (1711.05101),
-          FLOPs and tokens (2001.08361, 2203.15556), MFU (2204.02311)
+          FLOPs and tokens (2001.08361, 2203.15556), MFU (2204.02311), DeepSeek-V3 (2412.19437)
 
 Letters   B micro-batch   T sequence   D width   H query heads   K key/value heads   h head size
           F FFN width     V vocabulary L layers
@@ -61,7 +61,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 
-# --- 1. The shape of a model -----------------------------------------------------------------
+# --- 1. The shape of a model --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def at_least_fp32(dtype):
     return torch.promote_types(dtype, torch.float32)
 
 
-# --- 2. The linear layer: three products and three seams ---------------------------------------
+# --- 2. The linear layer: three products and three seams ----------------------------------------
 #
 # forward      y  = x wᵀ        (…, in) -> (…, out)
 # input grad   dx = dy w        (…, out) -> (…, in)
@@ -255,7 +255,7 @@ class Linear(nn.Module):
         return linear(x, self.weight, self.how, self.what, self.when)
 
 
-# --- 3. Norm, rotation, attention, FFN ---------------------------------------------------------
+# --- 3. Norm, rotation, attention, FFN ----------------------------------------------------------
 
 
 def identity(x):
@@ -305,7 +305,7 @@ def rope_angles(c, positions, dtype):
     """cos and sin of every (position, frequency): positions (T,) or (B, T) -> twice (…, T, h/2)."""
     wide = at_least_fp32(dtype)
     pair = torch.arange(0, c.head_dim, 2, device=positions.device, dtype=wide)
-    frequency = c.rope_theta ** (-pair / c.head_dim)  # (h/2,)
+    frequency = 1.0 / c.rope_theta ** (pair / c.head_dim)  # (h/2,), rounded as Llama's own code does
     if s := c.rope_scaling:
         turns = s.original * frequency / (2 * math.pi)  # how often it turned in the old context
         keep = ((turns - s.low) / (s.high - s.low)).clamp(0, 1)
@@ -394,7 +394,7 @@ class SwiGLU(nn.Module):
         return self.leave(self.down_proj(h))  # (B, T, D)
 
 
-# --- 4. The Llama ------------------------------------------------------------------------------
+# --- 4. The Llama -------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -598,7 +598,7 @@ def recompute(model, mode):
                     raise ValueError(f"layers.{number}.{name}: call recompute before changing what")
 
 
-# --- 6. Bytes that depend on the model alone: parameters, gradients, optimizer -----------------
+# --- 6. Bytes that depend on the model alone: parameters, gradients, optimizer ------------------
 
 
 @dataclass(frozen=True)
@@ -663,10 +663,13 @@ class AdamW:
             p.copy_(w)
 
 
-# --- 7. Bytes that depend on the batch: activations and temporaries ----------------------------
+# --- 7. Bytes that depend on the batch: activations and temporaries -----------------------------
 #
 # e is the size of an element, w of one in at least fp32, n = B·T the tokens. Not counted: the
 # batch itself (tokens and labels, 16 bytes a token), and what a kernel allocates inside itself.
+# On CUDA, by reading and not measured here: the flash kernel keeps two more numbers, its random
+# state, and pads a head size that is no multiple of 8; the allocator rounds up to 512 bytes; where
+# no fused kernel takes the dtype (fp32 and fp64 with GQA) attention keeps T x T scores.
 
 
 def block_bytes(c, n, dtype, kind):
@@ -682,10 +685,11 @@ def block_bytes(c, n, dtype, kind):
     return n * (elements * e + (2 + c.heads) * w)  # 1 / rms of both norms; lse of each head
 
 
-def kept_bytes(c, B, T, dtype, mode="none", layers=None, last=True):
+def kept_bytes(c, B, T, dtype, mode="none", layers=None, last=True, documents=False):
     """What the forward pass of a micro-batch leaves for its backward pass, line by line.
 
     A pipeline stage says which `layers` it has and whether it is the last, with norm, head, loss.
+    With document masks every attention keeps its own, of T x T.
     """
     e, w, n = dtype.itemsize, at_least_fp32(dtype).itemsize, B * T
     kinds = [kind_of(mode, i) for i in (range(c.layers) if layers is None else layers)]
@@ -694,6 +698,8 @@ def kept_bytes(c, B, T, dtype, mode="none", layers=None, last=True):
         "positions": 8 * T if "full" in kinds else 0,  # to call a block again
         "blocks": sum(block_bytes(c, n, dtype, kind) for kind in kinds),
     }
+    if documents:
+        lines["document masks"] = B * T * T * e * sum(kind != "full" for kind in kinds)
     if last:
         lines |= {
             "final norm": n * (2 * c.dim * e + w),  # its input, its output, 1 / rms
@@ -712,9 +718,9 @@ def loss_temporaries(c, n, dtype):
 def peak_bytes(c, B, T, recipe, mode="none"):
     """Bytes at the instants that can be the fullest of a step, from the second step on.
 
-    Exact where F > 1.5·D and V > F, as in every real model; otherwise a norm's or attention's
-    backward pass, which are not listed, may hold a little more. In the first step the moments
-    appear only in the optimizer: "step 1 fits, step 2 does not".
+    Exact where V is larger than F and H·h, as in real models; otherwise the making of a weight
+    gradient in a block, which is not listed, may be fuller. In the first step the moments appear
+    only in the optimizer: "step 1 fits, step 2 does not".
     """
     state, kept = state_bytes(c, recipe), kept_bytes(c, B, T, recipe.weights, mode)
     e, w, g = recipe.weights.itemsize, at_least_fp32(recipe.weights).itemsize, recipe.grads.itemsize
@@ -730,18 +736,30 @@ def peak_bytes(c, B, T, recipe, mode="none"):
     at["head"] = done + below + kept["final norm"] + n * c.vocab * e + x + table * e
     done += table * g  # the head's gradient
     at["head's gradient"] = done + below + kept["final norm"] + table * cast
-    at["final norm"] = done + below + 2 * x + 2 * n * w + 3 * n * c.dim * w + c.dim * w
+    # A norm: its input and 1 / rms, the gradient that comes, three wide tensors, a mean, dw.
+    norm = 2 * x + 2 * n * w + 3 * n * c.dim * w + c.dim * w
+    at["final norm"] = done + below + norm
     done += c.dim * g
     for i in reversed(range(c.layers)):
-        # In layer i silu(gate) · up goes backward. What it needs is there (made again if it has
-        # to be), the input of down_proj is gone, and the layers above are gradients.
+        # Layer i goes backward: the layers above are gradients, those below are whole. Here
+        # everything is there (made again if it has to be) that no later function has consumed.
         kind = kind_of(mode, i)
         below -= block_bytes(c, n, recipe.weights, kind)
         here = block_bytes(c, n, recipe.weights, "selective" if kind == "selective" else "none")
-        here -= n * c.ffn * e if kind != "selective" else 0
+        here -= n * c.ffn * e if kind != "selective" else 0  # down_proj is through
         flowing = x + 3 * n * c.ffn * e  # gradients of the block's output, gate · up, gate, up
         at[f"ffn of layer {i}"] = done + ffn * g + below + here + flowing
+        here -= 2 * n * c.ffn * e + (x if kind != "selective" else 0)  # gate_proj, up_proj too
+        here -= x + n * w  # what `norm` counts, with a second gradient that passes it by: + x
+        at[f"second norm of layer {i}"] = done + 3 * ffn * g + below + here + norm + x
+        heads = c.heads * c.head_dim
+        grads = (3 * ffn + c.dim + heads * c.dim) * g
+        flowing = x + 2 * n * (heads + c.kv_heads * c.head_dim) * e  # of its output, q, k, v
+        at[f"attention of layer {i}"] = done + grads + below + here + flowing
         done += layer * g
+        at[f"first norm of layer {i}"] = done - c.dim * g + below + norm + x
+        if i == 0 and kind != "full":
+            at[f"first norm of layer {i}"] -= kept["rope angles"]
     # A tied table's two gradients and their sum exist together.
     last = 2 * table * g if c.tied else x + table * cast
     at["embedding"] = optimizer + state["gradients"] + 2 * w + last
@@ -758,7 +776,7 @@ def layers_to_recompute(c, B, T, recipe, budget):
             return K
 
 
-# --- 8. Measuring ---------------------------------------------------------------------------------
+# --- 8. Measuring -------------------------------------------------------------------------------
 
 
 class Live(TorchDispatchMode):
@@ -815,15 +833,19 @@ class Live(TorchDispatchMode):
         return parts | {"activations": self.total - sum(parts.values())}
 
 
-def train(c, B, T, recipe, mode="none", steps=2, model=None, sample=False):
-    """Run `steps` steps under the meter -> the meter and, per step, what is held when.
+def unset(c, dtype):
+    """A Llama whose parameters nobody sets: under FakeTensorMode, one without memory."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return Llama(c)
+    finally:
+        torch.set_default_dtype(before)
 
-    Without a `model` an uninitialised one is made: what to do under FakeTensorMode.
-    """
-    if model is None:
-        torch.set_default_dtype(recipe.weights)
-        model = Llama(c)
-        torch.set_default_dtype(torch.float32)
+
+def train(model, B, T, recipe, mode="none", steps=2, sample=False):
+    """Run `steps` steps under the meter. -> the meter; for each step what is held when"""
+    c = model.config
     for p in model.parameters():
         p.grad_dtype = recipe.grads
     recompute(model, mode)
@@ -858,7 +880,7 @@ def train(c, B, T, recipe, mode="none", steps=2, model=None, sample=False):
     return live, held
 
 
-# --- 9. FLOPs and hours ---------------------------------------------------------------------------
+# --- 9. FLOPs and hours -------------------------------------------------------------------------
 
 
 def executed_flops(c, B, T, mode="none"):
@@ -927,7 +949,7 @@ def counted_flops(run):
     return sum(counts.values()) - attention, attention
 
 
-# --- 10. Run --------------------------------------------------------------------------------------
+# --- 10. Run ------------------------------------------------------------------------------------
 
 CUT_BY = {  # the chapters that make a line of the table smaller
     "parameters": "03 ZeRO-3, 04, 05, 06",
@@ -1075,11 +1097,11 @@ def print_cost(c, B, T, mode, tokens, gpu, mfu, price):
 def story():
     """The chapter, on a model small enough to measure. -> what is wrong"""
     c, B, T, recipe = PRESETS["tiny"], 8, 64, RECIPES["bf16"]
-    print(f"01 where a training step's bytes, FLOPs and hours go   cpu   torch {torch.__version__}")
-    print(f"llama  {c.layers} layers  dim {c.dim}  heads {c.heads}/{c.kv_heads}  ffn {c.ffn}", end="")
-    print(f"  vocab {c.vocab}   batch {B} x {T}   bf16\n")
+    print(f"01 bytes, FLOPs and hours of a training step   cpu   torch {torch.__version__}")
+    shape = f"{c.layers} layers  dim {c.dim}  heads {c.heads}/{c.kv_heads}  ffn {c.ffn}"
+    print(f"llama  {shape}  vocab {c.vocab}   batch {B} x {T}   bf16\n")
     model = build(c, dtype=recipe.weights)
-    live, held = train(c, B, T, recipe, model=model, sample=True)
+    live, held = train(model, B, T, recipe, sample=True)
     wrong = byte_table(c, B, T, recipe, "none", held[1])
     more = held[1]["peak of both"] - held[0]["peak of both"]
     print(f"Step 2 is fuller than step 1 by {more:,} bytes: the moments.\n")
@@ -1104,14 +1126,14 @@ def report(args):
     print(f"recompute {args.recompute}   {args.device}   torch {torch.__version__}\n")
     if args.device == "cpu":
         with FakeTensorMode():
-            _, held = train(c, B, T, recipe, args.recompute)
+            _, held = train(unset(c, recipe.weights), B, T, recipe, args.recompute)
     else:
         model = build(c, dtype=recipe.weights, device=args.device)
         torch.cuda.reset_peak_memory_stats()
-        _, held = train(c, B, T, recipe, args.recompute, model=model)
+        _, held = train(model, B, T, recipe, args.recompute)
         formula = max(peak_bytes(c, B, T, recipe, args.recompute).values())
         allocated = torch.cuda.max_memory_allocated()
-        print(f"max_memory_allocated {allocated:,}, {allocated / formula - 1:+.2%} of the peak below")
+        print(f"max_memory_allocated {allocated:,}, {allocated / formula - 1:+.2%} to the peak")
     wrong = byte_table(c, B, T, recipe, args.recompute, held[-1])
     print()
     tokens = args.tokens or 20 * parameter_count(c)

@@ -1,5 +1,7 @@
 """What every test file relies on: the chapters can be imported, and `full` marks the long tests."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -24,3 +26,21 @@ def pytest_collection_modifyitems(config, items):
         full = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=full)
         items[:] = [item for item in items if item not in full]
+
+
+def run_script(*argv, torchrun=0, folder=ROOT, timeout=120):
+    """Start a chapter as a user does: python, or torchrun with so many ranks. stdout and stderr apart."""
+    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(torchrun)] if torchrun else []
+    return subprocess.run(
+        [sys.executable, *start, *map(str, argv)],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+@pytest.fixture
+def script():
+    return run_script
