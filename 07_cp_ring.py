@@ -12,11 +12,12 @@ Picture   The sequence in 2n chunks. A rank holds one from the front and one fro
           (the chunks' order)        source > rank: second half of the queries, all keys       ▄
 Cost      Held: what attention keeps of T tokens, divided by n. Sent per rank and layer, forward:
           (n-1)·2·B·K·h·T/n elements; backward: that again, and as many gradients in at least fp32.
-          The ring and the all-gather send the same bytes. The ring has 2 foreign chunks at a time
-          where the all-gather has n, and it computes while it sends. Ulysses sends
-          2·(n-1)/n·B·h·T/n·(2H + 2K'), which falls with n, but n has to divide the heads.
-Pays      when the activations of one sequence do not fit one device. The ring hides its transfers
-          if a rank has T/n ≥ e·(K/H)·F/W tokens (F FLOP/s, W bytes/s, e bytes an
+          The ring and the all-gather send the same bytes. The ring holds the keys and values of
+          at most 2 other ranks at a time where the all-gather holds those of all, and it computes
+          while it sends. Ulysses sends 2·(n-1)/n·B·h·T/n·(2H + 2K') elements forward and backward,
+          which falls with n, but n has to divide the heads.
+Pays      when the activations of one sequence do not fit one device. The ring's forward transfers
+          are hidden if a rank has T/n ≥ e·(K/H)·F/W tokens (F FLOP/s, W bytes/s, e bytes an
           element): 9,890 tokens at 989 TFLOP/s, 50 GB/s, K/H = 1/4 in bf16.
 Forget    the positions. A rank's tokens are not the first T/n of the sequence; without their
           positions RoPE turns each rank's keys as if they were. Nothing crashes, the gradients
@@ -81,6 +82,8 @@ def part(x, dim, rank, n, zigzag=True):
 def whole(parts, dim, zigzag=True):
     """The sequence again, in order, from the parts of ranks 0 to n - 1."""
     n, by_chunk = len(parts), {}
+    if n == 1:
+        return parts[0]
     for rank, x in enumerate(parts):
         by_chunk |= zip(chunks(rank, n, zigzag), x.chunk(2, dim))
     return torch.cat([by_chunk[c] for c in range(2 * n)], dim)
@@ -482,20 +485,25 @@ def held(kind, B, T, H, K, h, n, dtype):
     return kept, (min(n - 1, 2) if kind == "ring" else n) * kv
 
 
-def sent(kind, B, T, H, K, h, n, dtype, documents=False):
-    """What a rank sends for one layer, forward and backward: {collective: (calls, bytes)}."""
+def sent(kind, B, T, H, K, h, n, dtype, documents=False, forwards=1):
+    """What a rank sends for one layer, forward and backward: {collective: (calls, bytes)}.
+
+    forwards is 2 if the layer is recomputed: then its forward pass communicates again.
+    """
     e, C, Kr = dtype.itemsize, T // n, repeated_heads(kind, K, n)
     kv, dkv = (2 * B * K * C * h * size for size in (e, at_least_fp32(dtype).itemsize))
-    if kind == "ring":  # forward: kv; backward: kv and dkv
-        result = {"send": (3 * (n - 1), (n - 1) * (2 * kv + dkv))} if n > 1 else {}
+    passes = forwards + 1
+    if kind == "ring":
+        result = {"send": ((passes + 1) * (n - 1), (n - 1) * (passes * kv + dkv))} if n > 1 else {}
     elif kind == "allgather":
-        result = {"all_gather": (2, (n - 1) * 2 * kv), "reduce_scatter": (1, (n - 1) * dkv)}
-    else:  # a slice for each other rank: q, k, v there and the output back, twice
+        result = {"all_gather": (passes, (n - 1) * passes * kv)}
+        result["reduce_scatter"] = (1, (n - 1) * dkv)
+    else:  # in each pass a slice for each other rank: of q, k, v there, of the output back
         slices = B * C * h * (2 * H + 2 * Kr) // n * e
-        result = {"all_to_all": (4, (n - 1) * 2 * slices)}
+        result = {"all_to_all": (2 * passes, (n - 1) * passes * slices)}
     if documents:
         calls, size = result.get("all_gather", (0, 0))
-        result["all_gather"] = (calls + 1, size + (n - 1) * B * C * 8)
+        result["all_gather"] = (calls + forwards, size + forwards * (n - 1) * B * C * 8)
     return result
 
 
@@ -617,11 +625,11 @@ def demo(args):
     for kind, zigzag in [(kind, True) for kind in kinds] + [("ring", False)]:
         loss, grads = train_on_part(kind, zigzag, config, tokens, labels, group)
         error, name = dp.worst_error(grads, dp.gradients(dense))
-        label = kind + (" zigzag" if zigzag else " plain")
+        label = kind if zigzag else f"{kind} (plain)"
         rows.append([label, f"{loss:.6f}", len(grads), f"{error:.1e}", name])
         if not error < 1e-11:
             wrong.append(f"{name} gradient relative error {error:.3g} ({label})")
-    dp.table(["", "loss", "gradients", "worst error", "of"], rows)
+    dp.table(["zigzag", "loss", "of", "error", "worst gradient"], rows)
     return dp.verdict("07_cp_ring", wrong + failures)
 
 
