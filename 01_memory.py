@@ -306,7 +306,7 @@ def rope_angles(c, positions, dtype):
     """cos and sin of every (position, frequency): positions (T,) or (B, T) -> twice (…, T, h/2)."""
     wide = at_least_fp32(dtype)
     pair = torch.arange(0, c.head_dim, 2, device=positions.device, dtype=wide)
-    frequency = c.rope_theta ** (-pair / c.head_dim)  # (h/2,)
+    frequency = 1.0 / c.rope_theta ** (pair / c.head_dim)  # (h/2,), rounded as Llama's own code does
     if s := c.rope_scaling:
         turns = s.original * frequency / (2 * math.pi)  # how often it turned in the old context
         keep = ((turns - s.low) / (s.high - s.low)).clamp(0, 1)
@@ -526,8 +526,13 @@ def build(c, seed=0, dtype=torch.float32, device="cpu"):
 
     Gradients of weights below fp32 are accumulated in fp32.
     """
-    with torch.device(device):
-        model = Llama(c).to(dtype)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = Llama(c)
+    finally:
+        torch.set_default_dtype(before)
     for name, p in model.named_parameters():
         p.copy_(initial(name, p.shape, seed))
         p.grad_dtype = at_least_fp32(dtype)
@@ -792,6 +797,10 @@ class Live(TorchDispatchMode):
         for tensors in owners.values():
             for t in tensors():
                 self.add(t)
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # we never compile; True would import the compiler in every rank (1.6 s)
 
     def add(self, t):
         storage = t.untyped_storage()

@@ -1,0 +1,713 @@
+"""
+09 · All of it together
+
+Idea      Each chapter changes one thing about the model of 01 or about how its gradients travel.
+          Put together in the right order they make a training loop that computes exactly what one
+          device would compute, and --check proves it: loss, every gradient, every weight.
+Picture   the order of composition, which is the lesson (see compose below):
+          mesh ─ model of this stage ─ attention (07) ─ optimizer on shards (03) ─ training steps
+Cost      the sum of the chapters' costs, and three control numbers a step (valid tokens, loss,
+          gradient norm); the table at the end shows measured bytes beside the formulas.
+Forget    the sum of the gradients over dp. Every rank then trains its own model on its own data:
+          losses still fall, and the gradients are wrong (relative error 1.89 at two ranks).
+Run       python 09_combined_5d.py --dp 2 --steps 5 --check --dtype float64
+          torchrun --nproc-per-node 2 09_combined_5d.py --dp 2 --steps 200
+Read      Megatron-LM (2104.04473), Llama 3 (2407.21783) section 3.3
+"""
+
+import argparse
+import contextlib
+import difflib
+import math
+import os
+import re
+import sys
+import time
+import zlib
+from datetime import timedelta
+from functools import partial
+from importlib import import_module
+
+import torch
+import torch._dynamo  # torch.optim would import it (1.6 s): here once, not in every forked rank
+import torch.distributed as dist
+
+memory = import_module("01_memory")  # the model
+dp = import_module("02_dp")  # ranks, samples, data parallelism
+zero = import_module("03_zero")  # the optimizer on shards, checkpoints
+cp = import_module("07_cp_ring")  # context parallelism
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+MAX_NORM = 1.0
+WEIGHT_DECAY = 0.1
+
+
+# --- 1. Arguments, and every rule they break -------------------------------------------------
+
+
+def parse(argv=None):
+    p = argparse.ArgumentParser(description="train a Llama on any layout; see the docstring")
+    p.add_argument("--model", default="tiny", help=", ".join(memory.PRESETS))
+    p.add_argument("--dp", type=int, default=1, help="data-parallel degree")
+    p.add_argument("--cp", type=int, default=1, help="context-parallel degree")
+    p.add_argument("--cp-kind", default="ring", help=", ".join(cp.KINDS))
+    p.add_argument("--zero", type=int, default=0, help="ZeRO stage, 0 to 3")
+    p.add_argument("--hybrid", type=int, default=0, metavar="N",
+                   help="ZeRO inside each N neighbours of dp, sums across")  # fmt: skip
+    p.add_argument("--batch", type=int, default=12, help="global batch, in sequences")
+    p.add_argument("--micro-batch", type=int, help="sequences at a time (default: batch / dp)")
+    p.add_argument("--seq", type=int, default=128, help="tokens of a sequence")
+    p.add_argument("--steps", type=int, default=20)
+    p.add_argument("--lr", type=float, default=3e-3, help="highest learning rate")
+    p.add_argument("--optimizer", default="adamw", help="adamw, sgd")
+    p.add_argument("--dtype", default="float32", help=", ".join(DTYPES))
+    p.add_argument("--seed", type=int, default=0, help="of the weights and the order of the data")
+    p.add_argument("--data", help="a text file, .bin (uint16) or .npy; default: Python's library")
+    p.add_argument("--check", nargs="?", type=int, const=5, default=0, metavar="K",
+                   help="compare the first K steps (5) with one device")  # fmt: skip
+    p.add_argument("--ckpt", metavar="DIR", help="write checkpoints there, at least at the end")
+    p.add_argument("--save-every", type=int, default=0, metavar="N", help="every N steps too")
+    p.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint")
+    p.add_argument("--csv", metavar="FILE", help="write step,loss,… in full precision")
+    p.add_argument("--timeout", type=float, default=300.0, help="seconds a collective may wait")
+    p.add_argument("--dry-run", action="store_true", help="one step of one rank, on fake tensors")
+    p.add_argument("--world", type=int, help="ranks of the dry run (default: as the layout needs)")
+    p.add_argument("--rank", type=int, default=0, help="which rank to dry-run")
+    args = p.parse_args(argv)
+    if args.micro_batch is None:
+        args.micro_batch = max(1, args.batch // max(1, args.dp))
+    return args
+
+
+def layout(args):
+    """Degrees by axis, outermost first: neighbouring ranks differ in the last one."""
+    return {"dp": args.dp, "cp": args.cp}
+
+
+def violations(args, world):
+    """Every rule that the arguments break, with the numbers in it and the nearest valid choice."""
+    wrong = []
+
+    def known(flag, value, choices):
+        if value not in choices:
+            near = difflib.get_close_matches(value, choices, 1)
+            hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(choices)}"
+            wrong.append(f"{flag} {value}: {hint}")
+
+    known("--model", args.model, list(memory.PRESETS))
+    known("--optimizer", args.optimizer, ["adamw", "sgd"])
+    known("--dtype", args.dtype, list(DTYPES))
+    known("--cp-kind", args.cp_kind, list(cp.KINDS))
+    if args.zero not in range(4):
+        wrong.append(f"--zero {args.zero}: 0, 1, 2 or 3")
+    if args.hybrid and (args.zero == 0 or args.hybrid < 1 or args.dp * args.cp % args.hybrid):
+        divisors = [str(n) for n in range(1, args.dp * args.cp + 1) if args.dp * args.cp % n == 0]
+        wrong.append(f"--hybrid {args.hybrid}: with --zero 1 to 3, a divisor of dp x cp ="
+                     f" {args.dp * args.cp}: {', '.join(divisors)}")  # fmt: skip
+    counts = ["dp", "cp", "batch", "micro_batch", "seq", "steps"]
+    for name in counts:
+        if getattr(args, name) < 1:
+            wrong.append(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
+    if not 0 <= args.seed < 2**32:
+        wrong.append(f"--seed {args.seed}: from 0 to 2^32 - 1")
+    for name in ("lr", "timeout"):
+        if not 0 < getattr(args, name) < math.inf:
+            wrong.append(f"--{name} {getattr(args, name)}: above 0, and finite")
+    if args.check < 0:
+        wrong.append(f"--check {args.check}: how many steps to compare, at least 1")
+    if args.save_every < 0:
+        wrong.append(f"--save-every {args.save_every}: at least 1")
+    if (args.save_every or args.resume) and not args.ckpt:
+        wrong.append("--save-every and --resume need --ckpt DIR")
+    if args.check and args.resume:
+        wrong.append("--check compares the first steps of a run: not with --resume")
+    need = math.prod(layout(args).values())
+    if world != need:
+        product = " x ".join(f"{axis} {n}" for axis, n in layout(args).items())
+        wrong.append(f"{world} ranks, but the layout {product} needs {need}")
+    if args.dry_run and not 0 <= args.rank < world:
+        wrong.append(f"--rank {args.rank}: from 0 to {world - 1}")
+    if all(getattr(args, name) > 0 for name in counts):
+        wrong += _batch_violations(args) + _sequence_violations(args)
+    if not args.dry_run and args.seq > 0:
+        wrong += _data_violations(args)
+    return wrong
+
+
+def _batch_violations(args):
+    unit = args.dp * args.micro_batch
+    if args.batch % unit == 0:
+        return []
+    below = args.batch // unit * unit
+    near = " or ".join(str(b) for b in (below, below + unit) if b)
+    return [
+        f"--batch {args.batch} is not a multiple of dp {args.dp} x micro-batch"
+        f" {args.micro_batch} = {unit}: the nearest are {near}"
+    ]
+
+
+def _sequence_violations(args):
+    """What context parallelism asks of the sequence, and Ulysses of the heads."""
+    wrong, n = [], args.cp
+    if n > 1 and args.seq % (2 * n):
+        near = " or ".join(map(str, cp.nearest_lengths(args.seq, n)))
+        wrong.append(f"--seq {args.seq} is not a multiple of 2 x cp {n} = {2 * n}: the nearest are"
+                     f" {near}")  # fmt: skip
+    if args.cp_kind == "ulysses" and args.model in memory.PRESETS:
+        heads = memory.PRESETS[args.model].heads
+        near = [d for d in range(1, heads + 1) if heads % d == 0]
+        if heads % n:
+            near = sorted(sorted(near, key=lambda d: abs(d - n))[:2])
+            wrong.append(f"--cp {n} does not divide the {heads} heads of {args.model}, as ulysses"
+                         f" needs: the nearest are {near[0]} or {near[1]}")  # fmt: skip
+    return wrong
+
+
+def _data_violations(args):
+    try:
+        tokens = dp.open_tokens(args.data)
+    except (ValueError, OSError) as error:
+        return [str(error)]
+    name = f"--data {args.data}" if args.data else "the standard library"
+    if len(tokens) < args.seq + 1:
+        return [f"{name}: {len(tokens)} tokens are too few for --seq {args.seq} and a next token"]
+    low, high = dp.token_range(tokens)
+    if args.model in memory.PRESETS and high >= memory.PRESETS[args.model].vocab:
+        vocab = memory.PRESETS[args.model].vocab
+        return [f"{name}: token id {high} is beyond the vocabulary of {vocab} ({args.model})"]
+    return [f"{name}: token id {low} is negative"] if low < 0 else []
+
+
+# --- 2. The mesh -----------------------------------------------------------------------------
+
+
+def mesh(sizes, *joint):
+    """The ranks of every group of every axis, and of joint axes such as "dp·cp".
+
+    sizes {axis: degree}, outermost first -> {axis: [ranks of a group, …]}. In
+    arange(8).view(2, 4) for {"dp": 2, "tp": 4} a row is a tp group and a column a dp group.
+    """
+    grid, axes, groups = torch.arange(math.prod(sizes.values())).view(*sizes.values()), [*sizes], {}
+    for name in (*axes, *joint):
+        places = [axes.index(axis) for axis in name.split("·")]
+        size = math.prod(sizes[axis] for axis in name.split("·"))
+        groups[name] = grid.movedim(places, [*range(-len(places), 0)]).reshape(-1, size).tolist()
+    return groups
+
+
+def zero_groups(args, groups):
+    """Where ZeRO cuts: the name of the group for each `shard` of the sync table, and its ranks.
+
+    Hybrid ZeRO cuts each group into nodes of N neighbours: its shards lie inside a node, and the
+    ranks with the same place in their nodes hold the same.
+    """
+    n, extra = args.hybrid, {}
+    if n:
+        for axis in dict.fromkeys(shard for _, shard, _ in SYNC):
+            extra[f"{axis} inside"] = [g[i : i + n] for g in groups[axis] for i in range(0, len(g), n)]
+            extra[f"{axis} across"] = [g[i::n] for g in groups[axis] for i in range(n)]
+    return extra
+
+
+def make_groups(args, sizes):
+    """This rank's process group for every axis, and "control": the whole world, for a few numbers.
+
+    Every rank creates every group, in the same order. Axes that have the same ranks still get
+    groups of their own, or the wire meter could not tell their bytes apart.
+    """
+    wait = timedelta(seconds=args.timeout)  # a subgroup waits 30 minutes by default
+    axes, mine = mesh(sizes, *dict.fromkeys(shard for _, shard, _ in SYNC)), {}
+    axes = {**axes, **zero_groups(args, axes), "control": [list(range(dist.get_world_size()))]}
+    for axis, groups in axes.items():
+        for ranks in groups:
+            group = dist.new_group(ranks, timeout=wait, group_desc=axis)
+            if dist.get_rank() in ranks:
+                mine[axis] = group
+    return mine
+
+
+# --- 3. Which gradient is summed over which ranks --------------------------------------------
+#
+# `shard` is the axes over which ZeRO may cut a parameter, `same` those whose ranks hold an equal
+# shard beyond that. The gradient is summed over both. There are no other special cases.
+
+SYNC = [  # parameters, shard, same
+    (r"(embed_tokens|lm_head)\.weight", "dp·cp", ()),
+    (r"layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight", "dp·cp", ()),
+    (r"(norm|layers\.\d+\.(input|post_attention)_layernorm)\.weight", "dp·cp", ()),
+]
+
+
+def sync_rows(names, table=SYNC):
+    """Sort parameter names into the rows of the table: a list of names for each row.
+
+    Raises ValueError unless each name matches exactly one row, in full.
+    """
+    rows = [[] for _ in table]
+    for name in names:
+        matches = [i for i, (pattern, *_) in enumerate(table) if re.fullmatch(pattern, name)]
+        if len(matches) != 1:
+            raise ValueError(f"{name} matches {len(matches)} rows of the sync table, not one")
+        rows[matches[0]].append(name)
+    return rows
+
+
+def placement(args, names):
+    """{name: (the group that ZeRO cuts a parameter over, or None, the groups that hold the same)}"""
+    result = {}
+    for row, (_, axis, same) in zip(sync_rows(names), SYNC):
+        cut, rest = axis, ()
+        if args.zero == 0:
+            cut, rest = None, (axis,)
+        elif args.hybrid:
+            cut, rest = f"{axis} inside", (f"{axis} across",)
+        result.update(dict.fromkeys(row, (cut, rest + same)))
+    return result
+
+
+# --- 4. The composition ----------------------------------------------------------------------
+
+
+def compose(args, groups, device):
+    """Everything a rank holds, in the order in which the chapters build on each other."""
+    model = memory.build(memory.PRESETS[args.model], args.seed, DTYPES[args.dtype], device)  # 01
+    if args.cp > 1:
+        cp.use(model, groups["cp"], args.cp_kind)  # 07
+    units = zero.llama_units(model)
+    cuts = {
+        name: (cut and groups[cut], tuple(groups[axis] for axis in same))
+        for name, (cut, same) in placement(args, dict(model.named_parameters())).items()
+    }
+    inner = partial(torch_optimizer, args)
+    optimizer = zero.Optimizer(model, units, cuts, args.zero, inner, memory.on_finished)  # 03
+    return model, optimizer
+
+
+def torch_optimizer(args, matrices, vectors):
+    """Matrices decay, vectors (the norms) do not."""
+    groups = [
+        {"params": matrices, "weight_decay": WEIGHT_DECAY},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    if args.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=args.lr, fused=True)
+    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+
+
+def learning_rate(step, args):
+    """Warm-up over the first tenth of the steps, then a cosine down to a tenth of --lr."""
+    warmup = max(1, args.steps // 10)
+    if step < warmup:
+        return args.lr * (step + 1) / warmup
+    done = (step - warmup) / max(1, args.steps - warmup)
+    return args.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+
+
+# --- 5. A training step ----------------------------------------------------------------------
+
+
+def my_batches(args, groups, sample, step, device):
+    """This rank's micro-batches: samples by its dp coordinate, a part of each by its cp one."""
+    numbers = dp.my_samples(step, args.batch, dist.get_rank(groups["dp"]), args.dp)
+    rank = dist.get_rank(groups["cp"])
+    return [
+        tuple(cp.part(x, 1, rank, args.cp) for x in batch)  # (B, T) -> (B, T/cp)
+        for batch in dp.micro_batches(sample, numbers, args.micro_batch, device)
+    ]
+
+
+def my_positions(args, groups, device):
+    """Where in the sequence this rank's tokens are: (T/cp,)."""
+    positions = torch.arange(args.seq, device=device)
+    return cp.part(positions, 0, dist.get_rank(groups["cp"]), args.cp)
+
+
+def train_step(model, optimizer, groups, batches, positions, lr, record=None):
+    """One step on this rank's micro-batches, all ranks together.
+
+    Returns a tensor (loss, gradient norm, this rank's share of the loss), without having looked at
+    a value: the host never waits for the device. If loss or norm is not finite, no rank changes
+    anything.
+    record, a list, receives this rank's shards of the summed gradients before clipping.
+    """
+    N = dp.count_valid(batches, groups["control"])
+    optimizer.begin(len(batches))
+    loss = dp.accumulate_gradients(model, batches, N, positions)
+    optimizer.sum_gradients()  # forget
+    if record is not None:
+        record.extend(flat.grad.clone() for flat in optimizer.flats)
+
+    stats = torch.stack([loss.double(), optimizer.squares()])
+    dist.all_reduce(stats, group=groups["control"])
+    norm = stats[1].sqrt()
+    skip = 1 - torch.isfinite(stats).all().float()
+    optimizer.scale((MAX_NORM / (norm + 1e-6)).clamp(max=1))
+    optimizer.step(lr, skip)
+    return torch.stack([stats[0], norm, loss.double()])
+
+
+def sent(args, optimizer, groups):
+    """Calls and bytes a rank sends in a step: {(group, collective): (calls, bytes)}."""
+    size = {name: dist.get_world_size(group) for name, group in groups.items()}
+    weight = DTYPES[args.dtype].itemsize
+    gradient = memory.at_least_fp32(DTYPES[args.dtype]).itemsize
+    micro_batches = args.batch // args.dp // args.micro_batch
+    flats = {next(iter(flat.range)): flat for flat in optimizer.flats}  # by its first parameter
+    units = [[next(iter(flat.range)) for flat in unit] for unit in optimizer.units]
+    places, costs = placement(args, flats), {}
+    for cut, same in dict.fromkeys(places.values()):
+        n = size.get(cut, 1)
+        lengths = {k: flat.length for k, flat in flats.items() if places[k] == (cut, same)}
+        here = [[k for k in unit if k in lengths] for unit in units]
+        over_cut = zero.sent(args.zero, lengths, here, n, weight, gradient, micro_batches)
+        shards = [length // n * gradient for length in lengths.values()]
+        for key, cost in [
+            *(((cut, collective), cost) for collective, cost in over_cut.items()),
+            *(((axis, "all_reduce"), dp.sent(shards, size[axis])) for axis in same),
+        ]:
+            costs[key] = tuple(map(sum, zip(costs.get(key, (0, 0)), cost)))
+    if args.cp > 1:
+        c = memory.PRESETS[args.model]
+        heads = c.heads, c.kv_heads, c.head_dim
+        layer = cp.sent(
+            args.cp_kind, args.micro_batch, args.seq, *heads, args.cp, DTYPES[args.dtype]
+        )
+        for collective, (calls, nbytes) in layer.items():
+            times = c.layers * micro_batches
+            costs["cp", collective] = times * calls, times * nbytes
+    control = [8, 16]  # the valid tokens in int64; the loss and the squared norm in float64
+    return costs | {("control", "all_reduce"): dp.sent(control, size["control"])}
+
+
+def wire_table(wire, args, optimizer, groups):
+    """Print what a step sent beside the formulas; returns the failures."""
+    formulas, rows, failures = sent(args, optimizer, groups), [], []
+    for key in dict.fromkeys([*formulas, *wire.calls]):  # also what no formula knows of
+        if key[1] == "barrier":
+            continue  # a group's first meeting, without a byte
+        calls, size = formulas.get(key, (0, 0))
+        rows.append([*key, wire.calls[key], calls, wire.bytes[key], size])
+        if (wire.calls[key], wire.bytes[key]) != (calls, size):
+            failures.append(f"{' '.join(key)}: sent {wire.bytes[key]} bytes, by formula {size}")
+    dp.table(["sent in a step", "by", "calls", "formula", "bytes", "formula"], rows)
+    return failures
+
+
+# --- 6. The proof: one device, written without any of it -------------------------------------
+
+
+def reference(args, sample, steps, dtype, device):
+    """The same training on one device: the whole batch at once, plain backward, torch's optimizer.
+
+    Uses the model of 01 and nothing of the chapters after it. Returns {"loss", "norm",
+    "gradient", "weight"}: each a dict of tensors by step, by parameter and step, by parameter.
+    """
+    start = memory.build(memory.PRESETS[args.model], args.seed, DTYPES[args.dtype], device)
+    model = memory.build(memory.PRESETS[args.model], args.seed, dtype, device)
+    model.load_state_dict(start.state_dict())  # if dtype is wider, start from the rounded weights
+    weights = dict(model.named_parameters())
+    masters = list(weights.values())
+    if dtype == torch.bfloat16:
+        masters = [w.detach().float().requires_grad_() for w in masters]
+    matrices = [w for w in masters if w.dim() > 1]
+    optimizer = torch_optimizer(args, matrices, [w for w in masters if w.dim() <= 1])
+    result = {"loss": {}, "norm": {}, "gradient": {}}
+    for step in range(steps):
+        pairs = [sample(i) for i in range(step * args.batch, (step + 1) * args.batch)]
+        tokens, labels = (torch.stack(column).to(device) for column in zip(*pairs))
+        loss = model.loss(model(tokens), labels) / (labels >= 0).sum()
+        loss.backward()
+        for (name, w), master in zip(weights.items(), masters):
+            result["gradient"][f"{name}, step {step + 1}"] = w.grad.clone()
+            master.grad = w.grad
+        norm = torch.nn.utils.clip_grad_norm_(masters, MAX_NORM)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, args)
+        optimizer.step()
+        with torch.no_grad():
+            for w, master in zip(weights.values(), masters):
+                w.copy_(master)
+                w.grad = master.grad = None
+        result["loss"][f"step {step + 1}"] = loss.detach()
+        result["norm"][f"step {step + 1}"] = norm
+    return {**result, "weight": {name: w.detach() for name, w in weights.items()}}
+
+
+class Check:
+    """Compares the first K steps of a run with one device."""
+
+    BOUND = {  # relative errors that rounding explains and a mistake does not
+        torch.float64: {"loss": 1e-12, "norm": 1e-12, "gradient": 1e-11, "weight": 1e-10},
+        torch.float32: {"loss": 1e-5, "norm": 1e-4, "gradient": 1e-4, "weight": 1e-4},
+    }
+
+    def __init__(self, args, sample, device):
+        self.steps, self.dtype = min(args.check, args.steps), DTYPES[args.dtype]
+        # Rank 0 alone, as ranks may share cores; the others wait for it in their first collective.
+        self.active = self.steps > 0 and dist.get_rank() == 0
+        self.ours = {"loss": {}, "norm": {}, "gradient": {}, "weight": {}}
+        if self.active:
+            self.expected = reference(args, sample, self.steps, self.dtype, device)
+            if self.dtype not in self.BOUND:
+                self.exact = reference(args, sample, self.steps, torch.float64, device)
+
+    def note(self, step, loss, norm, gradients, weights):
+        """Keep what step `step` computed; returns the loss of one device."""
+        key = f"step {step + 1}"
+        self.ours["loss"][key] = torch.tensor(loss, dtype=torch.float64)
+        self.ours["norm"][key] = torch.tensor(norm, dtype=torch.float64)
+        self.ours["gradient"].update({f"{name}, {key}": g for name, g in gradients.items()})
+        if step + 1 == self.steps:
+            self.ours["weight"] = {name: p.detach().clone() for name, p in weights.items()}
+        return self.expected["loss"][key].item()
+
+    def error_and_bound(self, kind):
+        if self.dtype in self.BOUND:
+            error = dp.worst_error(self.ours[kind], self.expected[kind])
+            return error, self.BOUND[self.dtype][kind]
+        # bf16 rounds every product, and another layout rounds in another order. What we allow is
+        # half as much again as the error of one device in bf16, both measured against float64.
+        allowed, _ = dp.worst_error(self.expected[kind], self.exact[kind])
+        return dp.worst_error(self.ours[kind], self.exact[kind]), 1.5 * allowed
+
+    def report(self):
+        """Print the table; returns the failures, gradients first."""
+        rows, failures = [], []
+        for kind in ("gradient", "weight", "norm", "loss") if self.active else ():
+            (error, where), bound = self.error_and_bound(kind)
+            rows.append([kind, len(self.ours[kind]), f"{error:.1e}", f"{bound:.1e}", where])
+            if not error <= bound:
+                failures.append(f"{where}, {kind}: relative error {error:.3g} above {bound:.1g}")
+        if rows:
+            dp.table([f"steps 1-{self.steps}", "compared", "error", "bound", "worst"], rows)
+        return failures
+
+
+def replicas_differ(weights):
+    """The names of weights that are not bit for bit the same on all ranks."""
+    mine = {
+        name: zlib.crc32(p.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        for name, p in weights.items()
+    }
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return [name for name in mine if len({rank[name] for rank in everyone}) > 1]
+
+
+def whole_weights(args, model, optimizer):
+    """The weights by name: the model's own, or, where ZeRO-3 cut them, gathered by all ranks."""
+    if args.zero < 3:
+        return dict(model.named_parameters())
+    return optimizer.gathered([flat.shard for flat in optimizer.flats])
+
+
+# --- 7. Training -----------------------------------------------------------------------------
+
+
+PEAK = {  # dense bf16 FLOP/s by device name, from the makers' data sheets
+    "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12,
+}  # fmt: skip
+
+
+def mfu(args, device, tokens_per_second):
+    """Share of the peak spent on useful FLOPs, per rank; None where the peak is not known."""
+    if device.type != "cuda" or args.dtype != "bfloat16":
+        return None
+    name = torch.cuda.get_device_name(device)
+    peak = next((flops for known, flops in PEAK.items() if known in name), None)
+    useful = memory.flops_per_token(memory.PRESETS[args.model], args.seq)
+    return peak and tokens_per_second / dist.get_world_size() * useful / peak
+
+
+def facts(args, tokens):
+    """What must be the same for a resumed run to be the run that was interrupted."""
+    names = ("model", "seed", "batch", "seq")
+    return {name: getattr(args, name) for name in names} | {"data": dp.fingerprint(tokens)}
+
+
+def resume(args, optimizer, groups, facts):
+    """Load the newest good checkpoint; returns how many steps were done, 0 if there is none."""
+    folder = zero.newest(args.ckpt, groups["control"], dp.log)
+    if folder is None:
+        dp.log(f"no checkpoint in {args.ckpt}: starting from the beginning\n")
+        return 0
+    saved = zero.read_index(folder)["facts"]
+    if other := [f"{k} {facts[k]}, not {saved[k]}" for k in facts if facts[k] != saved[k]]:
+        raise zero.CheckpointError(f"{folder} is of another run: {', '.join(other)}")
+    step = zero.restore(folder, optimizer, groups["control"], dp.log)["step"]
+    dp.log(f"resumed from {folder}: {step} steps done\n")
+    return step
+
+
+def save(args, step, optimizer, groups, facts):
+    """Write a checkpoint of `step` steps. If that fails, training goes on; returns the failures."""
+    begin = time.perf_counter()
+    try:
+        size = zero.save(args.ckpt, step, optimizer.state(), facts, groups["control"])
+    except zero.CheckpointError as error:
+        dp.log(f"checkpoint of step {step} not written ({error}); the one before it stands")
+        return [f"checkpoint of step {step}: {error}"]
+    dp.log(f"checkpoint of step {step}: {size:,} bytes in {time.perf_counter() - begin:.2f} s")
+    return []
+
+
+def train(args):
+    """The whole job of one rank; returns the exit code."""
+    device, sizes = dp.device(), layout(args)
+    groups = make_groups(args, sizes)
+    tokens = dp.open_tokens(args.data)
+    dp.agree(dp.fingerprint(tokens), "the training data", groups["control"])
+    sample = dp.Samples(tokens, args.seq, args.seed)
+    model, optimizer = compose(args, groups, device)
+    describe(args, model, sizes)
+    check = Check(args, sample, device)
+    run, unsaved, first = facts(args, tokens), [], 0
+    if args.resume:
+        try:
+            first = resume(args, optimizer, groups, run)
+        except zero.CheckpointError as error:  # the same on all ranks
+            return dp.verdict("09_combined_5d", [str(error)])
+    wire, csv = dp.Wire(), open_csv(args.csv, first)
+    positions = my_positions(args, groups, device)
+
+    dp.log(" step       loss  one device  grad norm        lr  tokens/s    MFU")
+    for step in range(first, args.steps):
+        begin, lr = time.perf_counter(), learning_rate(step, args)
+        gradients = [] if step < check.steps else None
+        with wire if step == first else contextlib.nullcontext():
+            batches = my_batches(args, groups, sample, step, device)
+            stats = train_step(model, optimizer, groups, batches, positions, lr, gradients)
+        loss, norm, own = stats.tolist()  # the one look at values, for the line below
+        speed = args.batch * args.seq / (time.perf_counter() - begin)
+        expected = "-"
+        if step < check.steps:  # whole tensors take all ranks
+            gradients, weights = optimizer.gathered(gradients), whole_weights(args, model, optimizer)
+            if check.active:
+                expected = f"{check.note(step, loss, norm, gradients, weights):.6f}"
+        used = mfu(args, device, speed)
+        dp.log(f"{step + 1:5} {loss:10.6f} {expected:>11} {norm:10.4f} {lr:9.2e} {speed:9,.0f}"
+               f" {f'{used:.1%}' if used else 'none':>6}")  # fmt: skip
+        if csv:
+            csv.write(f"{step + 1},{loss!r},{norm!r},{lr!r}\n")
+        if not math.isfinite(loss + norm):  # the same numbers on all ranks, so all stop here
+            return dp.verdict("09_combined_5d", [not_finite(step, loss, norm, own)])
+        done = step + 1
+        if args.ckpt and (done == args.steps or args.save_every and done % args.save_every == 0):
+            unsaved = save(args, done, optimizer, groups, run)
+
+    failures = report(args, model, optimizer, groups, wire, check) if first < args.steps else []
+    show_text(args, model, tokens, device)
+    return dp.verdict("09_combined_5d", failures + unsaved)
+
+
+def not_finite(step, loss, norm, own):
+    """What to say of a step whose loss or gradient norm is not finite."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    ranks = [rank for rank, share in enumerate(everyone) if not math.isfinite(share)]
+    where = f"first on rank {ranks[0]}" if ranks else "in a gradient, every rank's loss is finite"
+    return f"step {step + 1}: loss {loss}, gradient norm {norm}, {where}; no weight was changed"
+
+
+def describe(args, model, sizes):
+    world = dist.get_world_size()
+    axes = " · ".join(f"{axis} {n}" for axis, n in sizes.items())
+    dp.header("09 combined 5D", f"world {world} = {axes}", f"   {args.dtype}")
+    count = sum(p.numel() for p in model.parameters())
+    steps = args.batch // args.dp // args.micro_batch
+    dp.log(f"{args.model}   {count:,} parameters   {args.batch} x {args.seq} tokens ="
+           f" dp {args.dp} x {steps} x {args.micro_batch} sequences\n")  # fmt: skip
+
+
+def open_csv(path, first):
+    """The file, with what it says of the first steps if they were done by an earlier run."""
+    if path is None or dist.get_rank() != 0:
+        return None
+    lines = open(path).readlines()[1:] if first and os.path.exists(path) else []
+    file = open(path, "w", buffering=1)
+    file.write("step,loss,grad_norm,lr\n")
+    file.writelines(line for line in lines if int(line.split(",")[0]) <= first)
+    return file
+
+
+def report(args, model, optimizer, groups, wire, check):
+    """Bytes beside formulas, errors beside bounds; returns the failures."""
+    dp.log()
+    failures = wire_table(wire, args, optimizer, groups)
+    if args.check:
+        dp.log()
+        failures = check.report() + failures  # parameters first: they say more
+        differing = replicas_differ(whole_weights(args, model, optimizer))
+        dp.log(f"replicas: {len(differing)} weights differ between ranks")
+        failures += [f"{name} differs between ranks" for name in differing]
+    return failures
+
+
+@torch.no_grad()
+def show_text(args, model, tokens, device, length=160):
+    """A few tokens from the trained model, sampled after the first words of the data."""
+    if args.zero < 3 and dist.get_rank() != 0:
+        return  # at stage 3 a forward pass gathers, which takes all ranks
+    for layer in model.layers.values():
+        layer.self_attn.attend = memory.attend  # the whole sequence on every rank
+    generator = torch.Generator(device).manual_seed(args.seed)
+    ids = torch.from_numpy(tokens[:16].astype("int64")).to(device)[None]  # (1, T)
+    for _ in range(length):
+        logits = model(ids[:, -args.seq :])[0, -1].float()
+        drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+        ids = torch.cat((ids, drawn[None]), 1)
+    ids = ids[0].tolist()
+    text = " ".join(map(str, ids))
+    if tokens.dtype.itemsize == 1:
+        text = "".join(chr(i) if 32 <= i < 127 or i == 10 else "?" for i in ids)
+    lines = [line[:76] for line in text.splitlines() if line.strip()]
+    dp.log("\nthe model writes\n  | " + "\n  | ".join(lines[:8]) + "\n")
+
+
+# --- 8. A dry run ----------------------------------------------------------------------------
+
+
+def dry_run(args, world):
+    """One real step of one rank of any world, on tensors without contents."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=args.rank, world_size=world)
+    sizes = layout(args)
+    groups = make_groups(args, sizes)
+    with FakeTensorMode(), dp.Wire() as wire:
+        model, optimizer = compose(args, groups, "cpu")
+        empty = torch.zeros(args.seq, dtype=torch.int64)
+        batches = my_batches(args, groups, lambda i: (empty, empty), 0, "cpu")
+        positions = my_positions(args, groups, "cpu")
+        train_step(model, optimizer, groups, batches, positions, args.lr)
+        held = optimizer.tensors()
+    axes = " · ".join(f"{axis} {n}" for axis, n in sizes.items())
+    print(f"09 dry run   rank {args.rank} of {world} = {axes}   {args.model}   {args.dtype}\n")
+    dp.table(
+        ["held", "tensors", "bytes"],
+        [[n, len(ts), sum(t.numel() * t.element_size() for t in ts)] for n, ts in held.items()],
+    )
+    print()
+    failures = wire_table(wire, args, optimizer, groups)
+    print(f"09_combined_5d FAIL: {failures[0]}" if failures else "09_combined_5d OK")
+    return 1 if failures else 0
+
+
+def main(argv=None):
+    args = parse(argv)
+    need = math.prod(layout(args).values())
+    world = int(os.environ.get("WORLD_SIZE", need))
+    if args.dry_run:
+        world = args.world or need
+    if wrong := violations(args, world):
+        if os.environ.get("RANK", "0") == "0":
+            print("\n".join(f"09_combined_5d: {rule}" for rule in wrong), file=sys.stderr)
+        return 2
+    if args.dry_run:
+        return dry_run(args, world)
+    return max(dp.launch(train, world, args, timeout=args.timeout))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

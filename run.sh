@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# The whole set-up, in a folder of its own (.venv), and everything there is to run:
+#   ./run.sh             train on real text and check against one device
+#   ./run.sh test        the tests, five minutes;  ./run.sh test full   all of them
+#   ./run.sh 04 --help   one chapter, with its arguments;  ./run.sh all   every one
+set -euo pipefail
+cd "$(dirname "$0")"
+
+if ! cmp -s requirements.txt .venv/installed; then
+    python3 -m venv .venv
+    .venv/bin/pip install --quiet --disable-pip-version-check -r requirements.txt
+    cp requirements.txt .venv/installed
+fi
+export OMP_NUM_THREADS=1 # ranks share the cores
+
+run() {
+    echo "+ python $*"
+    .venv/bin/python "$@"
+}
+
+case "${1:-}" in
+"") run 09_combined_5d.py --dp 2 --micro-batch 3 --steps 150 --check ;;
+test)
+    [ "${2:-}" = full ] && set -- test --full
+    run -m pytest -q tests "${@:2}"
+    ;;
+all)
+    for chapter in [0-9][0-9]_*.py; do
+        [ "$chapter" = 09_combined_5d.py ] || run "$chapter"
+    done
+    "$0"
+    ;;
+[0-9][0-9])
+    run "$1"_*.py "${@:2}"
+    ;;
+*)
+    sed -n '2,5p' "$0" >&2
+    exit 2
+    ;;
+esac

@@ -1,0 +1,3 @@
+"""Collects tests/bugs.py."""
+
+from bugs import *  # noqa: F403
