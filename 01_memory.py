@@ -834,18 +834,11 @@ class Live(TorchDispatchMode):
         return parts | {"activations": self.total - sum(parts.values())}
 
 
-def unset(c, dtype):
-    """A Llama whose parameters nobody sets: under FakeTensorMode, one without memory."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        return Llama(c)
-    finally:
-        torch.set_default_dtype(before)
-
-
 def train(model, B, T, recipe, mode="none", steps=2, sample=False):
-    """Run `steps` steps under the meter. -> the meter; for each step what is held when"""
+    """Run `steps` steps under the meter. -> the meter; for each step what is held when
+
+    Under FakeTensorMode, model included, a model of any size runs without its memory.
+    """
     c = model.config
     for p in model.parameters():
         p.grad_dtype = recipe.grads
@@ -1133,7 +1126,8 @@ def report(args):
     print(f"recompute {args.recompute}   {args.device}   torch {torch.__version__}\n")
     if args.device == "cpu":
         with FakeTensorMode():
-            _, held = train(unset(c, recipe.weights), B, T, recipe, args.recompute)
+            model = build(c, dtype=recipe.weights)
+            _, held = train(model, B, T, recipe, args.recompute)
     else:
         model = build(c, dtype=recipe.weights, device=args.device)
         torch.cuda.reset_peak_memory_stats()

@@ -318,7 +318,8 @@ def test_peak(seeds, kinds):
 def real_model(name, T, recipe, mode):
     c, recipe = memory.PRESETS[name], memory.RECIPES[recipe]
     with FakeTensorMode():
-        _, (first, second) = memory.train(memory.unset(c, recipe.weights), 1, T, recipe, mode)
+        model = memory.build(c, dtype=recipe.weights)
+        _, (first, second) = memory.train(model, 1, T, recipe, mode)
     at, state = memory.peak_bytes(c, 1, T, recipe, mode), memory.state_bytes(c, recipe)
     peak = max(second["peak of both"], second["peak of optimizer"]) - 16 * T
     kept = sum(memory.kept_bytes(c, 1, T, recipe.weights, mode).values())
