@@ -828,7 +828,8 @@ class Trace:
             lane = f"bucket {self.lanes.setdefault(flat, len(self.lanes))}"
             for work in reduce(flat, group):
                 issued, done = self.now(), []
-                work.get_future().add_done_callback(lambda _: done.append(self.now()))
+                finished = functools.partial(lambda done, _: done.append(self.now()), done)
+                work.get_future().add_done_callback(finished)
 
                 def wait():
                     with self.span("wait"):

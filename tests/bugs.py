@@ -22,11 +22,51 @@ IDS = {
     "09": "145 146 148 149 150 151 152 153",
     "X": "156 157 158 159 161 162 163 164 165 166 167",
 }
-WRITTEN = []  # chapters whose every id has to be mapped
+WRITTEN = ["02", "07"]  # chapters whose every id has to be mapped
 
-TESTS = {}  # id: names of tests, "file::test"
+DP, CP = "test_02_dp::test_", "test_07_cp_ring::test_"
 
-NOT_EXPRESSIBLE = {}  # id: why this code cannot have the fault
+TESTS = {  # id: names of tests, "file::test"
+    12: f"{DP}one_reduction_a_step_whatever_the_order_of_forwards_and_backwards"
+        f" {DP}deferred_weight_gradients_start_the_reduction_when_they_are_finished",
+    14: f"{DP}unused_on_some_ranks_is_summed_and_unused_on_all_stays_none",
+    15: f"{DP}shared_weight_has_one_place_and_the_sum_of_its_uses",
+    16: f"{DP}one_reduction_a_step_whatever_the_order_of_forwards_and_backwards"
+        f" {DP}every_form_has_the_gradients_of_one_device",
+    17: f"{DP}ranks_with_different_numbers_of_micro_batches_do_not_hang",
+    18: f"{DP}every_rank_gets_as_many_samples_and_together_each_once",
+    20: f"{DP}any_split_of_one_global_batch_is_the_same_training"
+        " test_02_tools::test_uneven_valid_tokens_give_the_dense_gradient",
+    21: f"{DP}any_split_of_one_global_batch_is_the_same_training",
+    22: f"{DP}the_norm_of_a_summed_gradient_is_a_local_matter",
+    23: f"{DP}gradients_below_fp32_are_summed_in_fp32",
+    24: f"{DP}gradients_below_fp32_are_summed_in_fp32"
+        f" {DP}bf16_on_the_wire_rounds_twice_and_adds_in_fp32",
+    25: f"{DP}non_contiguous_parameters",
+    27: f"{DP}infinity_on_one_rank_is_seen_by_all",
+    28: f"{DP}every_form_has_the_gradients_of_one_device",
+    29: f"{DP}any_split_of_one_global_batch_is_the_same_training",
+    114: f"{CP}merge_of_very_different_scores {CP}scores_hundreds_apart",
+    116: f"{CP}merge_of_rows_that_see_nothing {CP}fused_kernels_are_the_formulas",
+    118: f"{CP}model_gradient_by_gradient",
+    119: f"{CP}zigzag_of_two_ranks {CP}model_gradient_by_gradient",
+    120: f"{CP}counts_losses_and_norms_do_not_depend_on_the_layout {CP}09_with_cp_is_one_device",
+    122: f"{CP}a_length_that_does_not_divide_padded_by_hand",
+    123: f"{CP}lengths_that_do_not_divide_are_refused {CP}rules_of_09_on_cp",
+    124: f"{CP}attention_of_every_kind {CP}model_gradient_by_gradient",
+    125: f"{CP}09_notices_an_axis_that_is_not_active {CP}recomputation",
+    126: f"{CP}counts_losses_and_norms_do_not_depend_on_the_layout",
+    127: f"{CP}attention_of_every_kind",
+    128: f"{CP}the_group_is_an_argument",
+    129: f"{CP}attention_of_every_kind {CP}ulysses_refuses_heads_that_do_not_divide",
+    130: f"{CP}work_is_equal_with_zigzag_and_2n_minus_1_to_1_without"
+         f" {CP}each_visible_pair_is_computed_once",
+}  # fmt: skip
+
+NOT_EXPRESSIBLE = {  # id: why this code cannot have the fault
+    26: "Buckets makes no stream of its own: the copy into a bucket and the start of its sum run in"
+        " the hook, on the stream that autograd made current (reasoned, not run on a GPU).",
+}  # fmt: skip
 
 
 def ids(chapter):
