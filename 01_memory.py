@@ -306,7 +306,7 @@ def rope_angles(c, positions, dtype):
     """cos and sin of every (position, frequency): positions (T,) or (B, T) -> twice (…, T, h/2)."""
     wide = at_least_fp32(dtype)
     pair = torch.arange(0, c.head_dim, 2, device=positions.device, dtype=wide)
-    frequency = 1.0 / c.rope_theta ** (pair / c.head_dim)  # (h/2,), rounded as Llama's own code does
+    frequency = 1.0 / c.rope_theta ** (pair / c.head_dim)  # (h/2,), rounded as Llama's own code
     if s := c.rope_scaling:
         turns = s.original * frequency / (2 * math.pi)  # how often it turned in the old context
         keep = ((turns - s.low) / (s.high - s.low)).clamp(0, 1)
