@@ -1,16 +1,38 @@
 """
-01 · The Llama on one device
+01 · Where the bytes, FLOPs and hours of a training step go
 
-Idea      A language model is a short list of matrix products. Everything the later chapters do
-          (cutting weights, moving activations, delaying gradients, computing in FP8) is done to
-          this model from outside, at a few named places, its seams. It knows nothing of them.
+Idea      Training holds four things for every parameter (the weight, its gradient, its exact copy,
+          two moments) and, for every token, what each function of the forward pass keeps for its
+          backward pass. Both can be counted before a byte is allocated: the formulas here equal
+          what is alive, to the byte. What is kept can be made again instead, for more FLOPs.
 Picture   tokens (B, T) ─ embed ─┬─ norm ─ q k v ─ rope ─ attend ─ o ─┬─ norm ─ gate up ─ down ─┬─ …
                                  └────────────────────────────────────┴─────────────────────────┘
           … ─ norm ─ head ─ logits (B, T, V) ─ loss (a sum over tokens)
-Cost      parameters  V·D (twice if untied) + L·(2·D·H·h + 2·D·K·h + 3·D·F + 2·D) + D
+
+          elements a token keeps in a block   none                   selective    full
+          input, and it after attention       2·D                    2·D          D
+          outputs of the two norms            2·D                    made again   made again
+          q, k, v, attention's output         2·(H + K)·h            the same     made again
+          gate, up                            2·F                    the same     made again
+          silu(gate) · up                     F                      made again   made again
+          and in fp32                         2 + H (1/rms, lse)     the same     made again
+Cost      parameters  N = V·D (twice if untied) + L·(2·D·H·h + 2·D·K·h + 3·D·F + 2·D) + D
+          bf16 training  2 (weight) + 4 (gradient) + 4 (fp32 master) + 8 (moments) = 18 bytes each
           useful FLOPs per trained token  6·(parameters of the matmuls) + 6·L·H·h·T (causal)
+          full recomputation adds a forward pass of the blocks: 4/3 of the blocks' matmuls
+Pays      selective: whenever memory matters, it adds no matmul (DeepSeek-V3 does the same).
+          full: when that is not enough, for as few layers as fit (full:K). Every layer when some
+          would do costs FLOPs for nothing, see smollm-1.7b below. What is left over goes to more
+          devices: 03 cuts the optimizer, 04 and 07 cut what tokens keep.
+Forget    the fp32 master copy. A step is smaller than bf16 can add to a weight: without the copy
+          layers.0.input_layernorm.weight never moves, error 1.00 against fp32 training, while the
+          loss after 4 steps is within 0.01 of it. It is also the line that memory sums leave out,
+          4 bytes a parameter: 27 GB are missing in the 114 GB that are often quoted for 7B.
 Run       python 01_memory.py
-Read      Llama 3 (2407.21783), RoPE (2104.09864), GQA (2305.13245), SwiGLU (2002.05202)
+          python 01_memory.py --model llama3-70b --seq 8192 --micro-batch 1 --recompute selective
+Read      Llama 3 (2407.21783), RoPE (2104.09864), GQA (2305.13245), SwiGLU (2002.05202);
+          recomputation (1604.06174, 2205.05198), mixed precision (1710.03740), AdamW (1711.05101),
+          FLOPs and tokens (2001.08361, 2203.15556), MFU (2204.02311), DeepSeek-V3 (2412.19437)
 
 Letters   B micro-batch   T sequence   D width   H query heads   K key/value heads   h head size
           F FFN width     V vocabulary L layers
@@ -20,14 +42,23 @@ model.load_state_dict({name.removeprefix("model."): w for name, w in checkpoint.
 """
 
 import argparse
+import itertools
 import math
+import time
+import weakref
 import zlib
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 
 # --- 1. The shape of a model -----------------------------------------------------------------
@@ -70,7 +101,9 @@ PRESETS = {
     "tiny": Config(vocab=256, dim=128, layers=4, heads=8, kv_heads=4, ffn=384),
     "smollm-1.7b": Config(49152, 2048, 24, 32, 32, 8192, tied=True),
     "llama3-8b": Config(128256, 4096, 32, 32, 8, 14336, rope_theta=5e5),
-    "llama3-70b": Config(128256, 8192, 80, 64, 8, 28672, rope_theta=5e5, rope_scaling=RopeScaling()),
+    "llama3-70b": Config(
+        128256, 8192, 80, 64, 8, 28672, rope_theta=5e5, rope_scaling=RopeScaling()
+    ),
     "llama3-405b": Config(
         128256, 16384, 126, 128, 8, 53248, rope_theta=5e5, rope_scaling=RopeScaling()
     ),
@@ -89,7 +122,8 @@ def flops_per_token(c, T):
     The embedding is a lookup and costs none, the head is a matmul whether tied or not, the norms
     are left out. A query of a causal model meets T / 2 keys on average, in two products.
     """
-    weights = parameter_count(c) - c.vocab * c.dim * (0 if c.tied else 1) - (2 * c.layers + 1) * c.dim
+    norms = (2 * c.layers + 1) * c.dim
+    weights = parameter_count(c) - c.vocab * c.dim * (0 if c.tied else 1) - norms
     return 6 * weights + 6 * c.layers * c.heads * c.head_dim * T
 
 
@@ -128,15 +162,15 @@ class Plain:
 
 
 class KeepInput:
-    """What: x itself. save(x) is what stays alive until backward, load makes x of it again."""
+    """What: x itself. save(x) are the tensors that stay until backward, load makes x of them."""
 
     @staticmethod
     def save(x):
-        return x
+        return (x,)
 
     @staticmethod
-    def load(kept):
-        return kept
+    def load(x):
+        return x
 
 
 def now(w, weight_grad):
@@ -190,17 +224,17 @@ class LinearFunction(torch.autograd.Function):
         # w stays on ctx as the Parameter it is: a saved tensor would come back as an alias under
         # recomputation, and a deferred gradient added to an alias is lost.
         ctx.w, ctx.how, ctx.what, ctx.when = w, how, what, when
-        ctx.save_for_backward(what.save(x))
+        ctx.save_for_backward(*what.save(x))
         return how.forward(x, w)
 
     @staticmethod
     def backward(ctx, dy):
-        kept = ctx.saved_tensors[0].detach()  # detached, or a waiting job keeps the graph alive
+        kept = [t.detach() for t in ctx.saved_tensors]  # or a waiting job keeps the graph alive
         w, how, what = ctx.w, ctx.how, ctx.what
         dx = how.input_grad(dy, w) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.needs_input_grad[1]:
-            dw = ctx.when(w, lambda: how.weight_grad(dy, what.load(kept)))
+            dw = ctx.when(w, lambda: how.weight_grad(dy, what.load(*kept)))
         return dx, dw, None, None, None
 
 
@@ -236,18 +270,24 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, eps):
-        wide = x.to(at_least_fp32(x.dtype))
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # (B, T, 1)
+        mean = x.to(at_least_fp32(x.dtype)).square().mean(-1, keepdim=True)
+        scale = torch.rsqrt(mean + eps)  # (B, T, 1)
         ctx.save_for_backward(x, w, scale)
-        return (wide * scale).to(x.dtype) * w
+        return NormFunction.again(x, w, scale)
+
+    @staticmethod
+    def again(x, w, scale):
+        """The output, from what is saved."""
+        return (x * scale).to(x.dtype) * w
 
     @staticmethod
     def backward(ctx, dy):
         x, w, scale = ctx.saved_tensors
         normed = x * scale  # (B, T, D) in at least fp32, as everything below
-        dn = dy * w.to(scale.dtype)
-        dx = scale * (dn - normed * (dn * normed).mean(-1, keepdim=True))
         dw = (dy * normed).flatten(0, -2).sum(0)
+        dn = dy * w.to(scale.dtype)
+        mean = (dn * normed).mean(-1, keepdim=True)
+        dx = dn.sub_(normed.mul_(mean)).mul_(scale)  # scale · (dn - normed · mean)
         return dx.to(x.dtype), dw.to(w.dtype), None
 
 
@@ -275,10 +315,14 @@ def rope_angles(c, positions, dtype):
 
 
 def rotate(x, cos, sin):
-    """Turn the pairs (x[i], x[i + h/2]) by their angles. x (B, H, T, h), cos and sin (…, T, h/2)."""
-    cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)  # one for all heads
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    """Turn the pairs (x[i], x[i + h/2]) by their angles. x (B, H, T, h), cos and sin (…, T, h/2).
+
+    In memory T stays before H, as the projection left it: attention's output takes its layout from
+    q, and o_proj can then keep that output itself and not a transposed copy.
+    """
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # one for all heads
+    a, b = x.transpose(1, 2).chunk(2, -1)  # (B, T, H, h/2)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).transpose(1, 2)
 
 
 def attend(q, k, v, positions, documents=None):
@@ -323,12 +367,17 @@ class SwiGLUFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up):
         ctx.save_for_backward(gate, up)
+        return SwiGLUFunction.again(gate, up)
+
+    @staticmethod
+    def again(gate, up):
+        """The output, from what is saved."""
         return F.silu(gate) * up
 
     @staticmethod
     def backward(ctx, dy):
         gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(dy * up, gate), dy * F.silu(gate)
+        return torch.ops.aten.silu_backward(dy * up, gate), F.silu(gate).mul_(dy)
 
 
 class SwiGLU(nn.Module):
@@ -380,14 +429,50 @@ class Head(Linear):
         return super().forward(self.enter(x))  # (B, T, D) -> (B, T, V)
 
 
+class CrossEntropyFunction(torch.autograd.Function):
+    """Keeps the logits as they are and lse = log Σ exp(logits), one number a token.
+
+    Plain autograd keeps the log-softmax, in at least fp32, and makes two more tensors of that size
+    in backward. Here everything wide exists for ROWS tokens at a time.
+    """
+
+    ROWS = 1024
+
+    @staticmethod
+    def forward(ctx, logits, labels):  # (n, V), (n,)
+        rows = logits.split(CrossEntropyFunction.ROWS)
+        lse = torch.cat([r.to(at_least_fp32(r.dtype)).logsumexp(-1) for r in rows])  # (n,)
+        ctx.save_for_backward(logits, labels, lse)
+        label_logits = logits.gather(-1, labels.clamp(min=0)[:, None]).squeeze(-1)
+        return torch.where(labels == -100, 0, lse - label_logits).sum()
+
+    @staticmethod
+    def backward(ctx, dloss):
+        logits, labels, lse = ctx.saved_tensors
+        dlogits = torch.empty_like(logits)
+        dloss = torch.where(labels == -100, 0, dloss)[:, None]  # (n, 1)
+        for start in range(0, len(logits), CrossEntropyFunction.ROWS):
+            rows = slice(start, start + CrossEntropyFunction.ROWS)
+            d = CrossEntropyFunction.gradient(logits[rows], labels[rows], lse[rows])
+            dlogits[rows] = d.mul_(dloss[rows])
+            del d  # before the next one is made
+        return dlogits, None
+
+    @staticmethod
+    def gradient(logits, labels, lse):
+        """softmax - one-hot, in at least fp32."""
+        d = (logits - lse[:, None]).exp_()
+        label = labels[:, None].clamp(min=0)
+        return d.scatter_add_(-1, label, d.new_full((1, 1), -1).expand_as(label))
+
+
 def summed_cross_entropy(logits, labels):
     """Σ over the tokens of -log softmax(logits)[label]; labels of -100 count nothing.
 
     A sum, not a mean: divided by the number of valid tokens of the *global* batch it makes every
     later reduction of a gradient, over any axis, a plain sum.
     """
-    logits = logits.to(at_least_fp32(logits.dtype))
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+    return CrossEntropyFunction.apply(logits.flatten(0, -2), labels.flatten())
 
 
 class Llama(nn.Module):
@@ -453,24 +538,620 @@ def build(c, seed=0, dtype=torch.float32, device="cpu"):
     return model
 
 
-# --- 5. Run ------------------------------------------------------------------------------------
+# --- 5. Recomputation ---------------------------------------------------------------------------
+
+
+class Remake:
+    """What: not x, but the tensors that the function which made x keeps anyway; x is made again.
+
+    Only for functions that do so in a few elementwise operations, without a matmul.
+    """
+
+    def __init__(self, function):
+        self.function = function
+
+    def save(self, x):
+        maker = x.grad_fn  # the ctx of the function that made x, and so what it saved
+        return maker.saved_tensors if isinstance(maker, self.function._backward_cls) else (x,)
+
+    def load(self, *kept):
+        return kept[0] if len(kept) == 1 else self.function.again(*kept)
+
+
+MADE_BY = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), NormFunction),
+    "down_proj": SwiGLUFunction,
+}
+
+
+def kind_of(mode, layer):
+    """none, selective or full: what the layer of this global number does under `mode`."""
+    kind, _, first = mode.partition(":")
+    if kind not in ("none", "selective", "full") or (first and kind != "full"):
+        raise ValueError(f"recompute {mode!r}: none, selective, full or full:K (first K layers)")
+    return "none" if first and layer >= int(first) else kind
+
+
+def recompute(model, mode):
+    """Set what the blocks of `model` make again in backward instead of keeping it.
+
+    none       nothing
+    selective  the outputs of the two norms and silu(gate) · up. What is kept: x before and after
+               attention, q and k (rotated), v, the attention's output and lse, gate, up
+    full       everything but the block's input, by a second forward pass
+    full:K     the same in the first K layers (by global number), none in the others
+    """
+    for number, block in model.layers.items():
+        kind = kind_of(mode, int(number))
+        vars(block).pop("forward", None)  # an earlier call's
+        if kind == "full":
+            # Parameters' and modules' names, hooks on the block: all stay as they are.
+            block.forward = partial(
+                checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
+            )
+        for name, part in block.named_modules():
+            maker = MADE_BY.get(name.rpartition(".")[2])
+            if maker and isinstance(part, Linear):
+                if part.what is KeepInput or isinstance(part.what, Remake):
+                    part.what = Remake(maker) if kind == "selective" else KeepInput
+                elif kind == "selective":
+                    raise ValueError(f"layers.{number}.{name}: call recompute before changing what")
+
+
+# --- 6. Bytes that depend on the model alone: parameters, gradients, optimizer -----------------
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The dtypes of what a training run holds for each parameter."""
+
+    weights: torch.dtype
+    grads: torch.dtype
+    master: torch.dtype | None  # the copy that the optimizer adds its step to
+    moments: torch.dtype
+
+
+FP32, BF16 = torch.float32, torch.bfloat16
+RECIPES = {
+    "fp32": Recipe(FP32, FP32, None, FP32),  # 4 + 4 + 8 = 16 bytes a parameter
+    "bf16": Recipe(BF16, FP32, FP32, FP32),  # 2 + 4 + 4 + 8 = 18, what this repository trains with
+    "bf16-grads": Recipe(BF16, BF16, FP32, FP32),  # 2 + 2 + 4 + 8 = 16
+    "no-master": Recipe(BF16, BF16, None, FP32),  # 2 + 2 + 8 = 12, often quoted, see Forget
+}
+
+
+def state_bytes(c, recipe):
+    N = parameter_count(c)
+    return {
+        "parameters": N * recipe.weights.itemsize,
+        "gradients": N * recipe.grads.itemsize,
+        "master copy": N * recipe.master.itemsize if recipe.master else 0,
+        "moments": 2 * N * recipe.moments.itemsize,
+    }
+
+
+class AdamW:
+    """AdamW with its bytes in sight. The moments appear in the first step, not before."""
+
+    def __init__(self, params, recipe, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, decay=0.1):
+        self.params, self.recipe = list(params), recipe
+        self.lr, self.betas, self.eps, self.decay = lr, betas, eps, decay
+        self.steps, self.moments, self.master = 0, {}, {}
+        exact = recipe.master
+        self.master = {p: p.detach().to(exact) for p in self.params if exact}  # forget
+
+    @torch.no_grad()
+    def step(self):
+        self.steps += 1
+        for p in self.params:
+            self.update(p)
+
+    def update(self, p):
+        b1, b2 = self.betas
+        grad = p.grad.to(self.recipe.moments)
+        if p not in self.moments:
+            self.moments[p] = torch.zeros_like(grad), torch.zeros_like(grad)
+        m, v = self.moments[p]
+        m.lerp_(grad, 1 - b1)
+        v.mul_(b2).addcmul_(grad, grad, value=1 - b2)
+        root = (v / (1 - b2**self.steps)).sqrt_().add_(self.eps)
+        # A step is about lr in size. Less than |w| / 512 is rounded away if w is bf16.
+        w = self.master.get(p, p)
+        w.mul_(1 - self.lr * self.decay)
+        w.addcdiv_(m, root, value=-self.lr / (1 - b1**self.steps))
+        if w is not p:
+            p.copy_(w)
+
+
+# --- 7. Bytes that depend on the batch: activations and temporaries ----------------------------
+#
+# e is the size of an element, w of one in at least fp32, n = B·T the tokens. Not counted: the
+# batch itself (tokens and labels, 16 bytes a token), and what a kernel allocates inside itself.
+# On CUDA, by reading and not measured here: the flash kernel keeps two more numbers, its random
+# state, and pads a head size that is no multiple of 8; the allocator rounds up to 512 bytes; where
+# no fused kernel takes the dtype (fp32 and fp64 with GQA) attention keeps T x T scores.
+
+
+def block_bytes(c, n, dtype, kind):
+    """What one block keeps of n tokens from its forward pass to its backward pass."""
+    e, w = dtype.itemsize, at_least_fp32(dtype).itemsize
+    if kind == "full":
+        return n * c.dim * e  # the block's input
+    elements = 2 * c.dim  # the input; the same plus attention's output
+    elements += 2 * (c.heads + c.kv_heads) * c.head_dim  # q and k rotated, v, attention's output
+    elements += 2 * c.ffn  # gate, up
+    if kind == "none":
+        elements += 2 * c.dim + c.ffn  # the two norms' outputs, silu(gate) · up
+    return n * (elements * e + (2 + c.heads) * w)  # 1 / rms of both norms; lse of each head
+
+
+def kept_bytes(c, B, T, dtype, mode="none", layers=None, last=True, documents=False):
+    """What the forward pass of a micro-batch leaves for its backward pass, line by line.
+
+    A pipeline stage says which `layers` it has and whether it is the last, with norm, head, loss.
+    With document masks every attention keeps its own, of T x T.
+    """
+    e, w, n = dtype.itemsize, at_least_fp32(dtype).itemsize, B * T
+    kinds = [kind_of(mode, i) for i in (range(c.layers) if layers is None else layers)]
+    lines = {
+        "rope angles": T * c.head_dim * e,  # cos and sin, one for all layers
+        "positions": 8 * T if "full" in kinds else 0,  # to call a block again
+        "blocks": sum(block_bytes(c, n, dtype, kind) for kind in kinds),
+    }
+    if documents:
+        lines["document masks"] = B * T * T * e * sum(kind != "full" for kind in kinds)
+    if last:
+        lines |= {
+            "final norm": n * (2 * c.dim * e + w),  # its input, its output, 1 / rms
+            "logits": n * c.vocab * e,  # plain autograd: n·V·w, and 3 such copies in backward
+            "loss": n * w + w,  # lse, and the loss itself
+        }
+    return lines
+
+
+def loss_temporaries(c, n, dtype):
+    """The most that the loss's backward pass adds: dlogits, and ROWS of it in at least fp32."""
+    e, w, rows = dtype.itemsize, at_least_fp32(dtype).itemsize, min(n, CrossEntropyFunction.ROWS)
+    return n * c.vocab * e + rows * (c.vocab * w + 8) + n * w + 2 * w
+
+
+def peak_bytes(c, B, T, recipe, mode="none"):
+    """Bytes at the instants that can be the fullest of a step, from the second step on.
+
+    Exact where V is larger than F and H·h, as in real models; otherwise the making of a weight
+    gradient in a block, which is not listed, may be fuller. In the first step the moments appear
+    only in the optimizer: "step 1 fits, step 2 does not".
+    """
+    state, kept = state_bytes(c, recipe), kept_bytes(c, B, T, recipe.weights, mode)
+    e, w, g = recipe.weights.itemsize, at_least_fp32(recipe.weights).itemsize, recipe.grads.itemsize
+    n, x = B * T, B * T * c.dim * e
+    table, ffn = c.vocab * c.dim, c.dim * c.ffn
+    layer = (parameter_count(c) - table * (1 if c.tied else 2) - c.dim) // c.layers
+    cast = e if g != e else 0  # a weight gradient is computed in e, then accumulated in g
+
+    optimizer = state["parameters"] + state["master copy"] + state["moments"]
+    at = {"loss": optimizer + sum(kept.values()) + loss_temporaries(c, n, recipe.weights)}
+    done = optimizer + kept["rope angles"] + kept["positions"] + 2 * w  # the loss and its gradient
+    below = kept["blocks"]  # of the layers whose backward pass is still to come
+    at["head"] = done + below + kept["final norm"] + n * c.vocab * e + x + table * e
+    done += table * g  # the head's gradient
+    at["head's gradient"] = done + below + kept["final norm"] + table * cast
+    # A norm: its input and 1 / rms, the gradient that comes, three wide tensors, a mean, dw.
+    norm = 2 * x + 2 * n * w + 3 * n * c.dim * w + c.dim * w
+    at["final norm"] = done + below + norm
+    done += c.dim * g
+    for i in reversed(range(c.layers)):
+        # Layer i goes backward: the layers above are gradients, those below are whole. Here
+        # everything is there (made again if it has to be) that no later function has consumed.
+        kind = kind_of(mode, i)
+        below -= block_bytes(c, n, recipe.weights, kind)
+        here = block_bytes(c, n, recipe.weights, "selective" if kind == "selective" else "none")
+        here -= n * c.ffn * e if kind != "selective" else 0  # down_proj is through
+        flowing = x + 3 * n * c.ffn * e  # gradients of the block's output, gate · up, gate, up
+        at[f"ffn of layer {i}"] = done + ffn * g + below + here + flowing
+        here -= 2 * n * c.ffn * e + (x if kind != "selective" else 0)  # gate_proj, up_proj too
+        here -= x + n * w  # what `norm` counts, with a second gradient that passes it by: + x
+        at[f"second norm of layer {i}"] = done + 3 * ffn * g + below + here + norm + x
+        heads = c.heads * c.head_dim
+        grads = (3 * ffn + c.dim + heads * c.dim) * g
+        flowing = x + 2 * n * (heads + c.kv_heads * c.head_dim) * e  # of its output, q, k, v
+        at[f"attention of layer {i}"] = done + grads + below + here + flowing
+        done += layer * g
+        at[f"first norm of layer {i}"] = done - c.dim * g + below + norm + x
+        if i == 0 and kind != "full":
+            at[f"first norm of layer {i}"] -= kept["rope angles"]
+    # A tied table's two gradients and their sum exist together.
+    last = 2 * table * g if c.tied else x + table * cast
+    at["embedding"] = optimizer + state["gradients"] + 2 * w + last
+    copies = 1 if recipe.grads == recipe.moments else 2
+    largest = max(table, ffn, c.dim * c.heads * c.head_dim)
+    at["optimizer"] = sum(state.values()) + copies * largest * recipe.moments.itemsize
+    return at
+
+
+def layers_to_recompute(c, B, T, recipe, budget):
+    """The smallest K for which full:K fits into `budget` bytes; None if none does."""
+    for K in range(c.layers + 1):
+        if max(peak_bytes(c, B, T, recipe, f"full:{K}").values()) <= budget:
+            return K
+
+
+# --- 8. Measuring ---------------------------------------------------------------------------------
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of all storages that are alive, from their first tensor to their last.
+
+    It sees every operation below autograd, so also what autograd, a recomputation cache or a hook
+    holds, and it works on fake tensors, which have sizes but no memory. `owners` names functions
+    that return the tensors of a category; what nobody owns is an activation or a temporary.
+    """
+
+    def __init__(self, **owners):
+        super().__init__()
+        self.owners, self.sizes = owners, {}
+        self.total = self.peak = 0
+        self.samples = None  # a list: take a sample whenever the total has changed
+        self.phase = ""
+        for tensors in owners.values():
+            for t in tensors():
+                self.add(t)
+
+    def add(self, t):
+        storage = t.untyped_storage()
+        key = storage._cdata  # the address of the storage itself, not of its memory
+        if key not in self.sizes:
+            self.sizes[key] = storage.nbytes()
+            self.total += storage.nbytes()
+            weakref.finalize(storage, self.freed, key)
+
+    def freed(self, key):
+        self.total -= self.sizes.pop(key)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = self.total
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor):
+                self.add(t)
+        self.peak = max(self.peak, self.total)
+        if self.samples is not None and self.total != before:
+            self.samples.append((self.phase, self.bytes()))
+        return out
+
+    def bytes(self):
+        """{category: bytes now}; a storage with two owners counts for the first."""
+        parts, seen = {}, set()
+        for name, tensors in self.owners.items():
+            keys = {t.untyped_storage()._cdata for t in tensors()} - seen
+            parts[name] = sum(self.sizes[key] for key in keys)
+            seen |= keys
+        return parts | {"activations": self.total - sum(parts.values())}
+
+
+def train(c, B, T, recipe, mode="none", steps=2, model=None, sample=False):
+    """Run `steps` steps under the meter -> the meter and, per step, what is held when.
+
+    Without a `model` an uninitialised one is made: what to do under FakeTensorMode.
+    """
+    if model is None:
+        torch.set_default_dtype(recipe.weights)
+        model = Llama(c)
+        torch.set_default_dtype(torch.float32)
+    for p in model.parameters():
+        p.grad_dtype = recipe.grads
+    recompute(model, mode)
+    device = next(model.parameters()).device
+    tokens, labels = torch.randint(c.vocab, (2, B, T), device=device).clone().unbind()
+    optimizer = AdamW(model.parameters(), recipe)
+    live = Live(
+        batch=lambda: [tokens, labels],
+        parameters=model.parameters,
+        gradients=lambda: [p.grad for p in model.parameters() if p.grad is not None],
+        **{"master copy": optimizer.master.values},
+        moments=lambda: itertools.chain.from_iterable(optimizer.moments.values()),
+    )
+    live.samples = [] if sample else None
+    held = []
+    with live:
+        for step in range(1, steps + 1):
+            now, live.peak = {}, live.total
+            live.phase = f"step {step} forward"
+            loss = model.loss(model(tokens), labels)
+            now["forward"] = live.bytes()
+            live.phase = f"step {step} backward"
+            loss.backward()
+            del loss
+            now["backward"], now["peak of both"] = live.bytes(), live.peak
+            live.phase, live.peak = f"step {step} optimizer", live.total
+            optimizer.step()
+            now["optimizer"], now["peak of optimizer"] = live.bytes(), live.peak
+            for p in model.parameters():
+                p.grad = None
+            held.append(now)
+    return live, held
+
+
+# --- 9. FLOPs and hours ---------------------------------------------------------------------------
+
+
+def executed_flops(c, B, T, mode="none"):
+    """(matmuls, attention): FLOPs that a step executes on B sequences.
+
+    A matmul: forward 2 per weight and token, backward 4. Attention: two products forward; five
+    backward, as the fused kernel computes the scores again; each over the half of the T x T square
+    that is not masked. Recomputing a block adds its forward pass; `selective` adds none of these.
+    """
+    again = [kind_of(mode, i) for i in range(c.layers)].count("full")
+    block = 2 * c.dim * (c.heads + c.kv_heads) * c.head_dim + 3 * c.dim * c.ffn
+    matmul = 2 * B * T * ((3 * c.layers + again) * block + 3 * c.vocab * c.dim)
+    product = B * c.heads * c.head_dim * T * T
+    return matmul, product * (7 * c.layers + 2 * again)
+
+
+CONVENTIONS = {  # FLOPs per token as others count them; N counts every parameter once
+    "6·N  (Kaplan, Chinchilla, Llama 3)": lambda c, T: 6 * parameter_count(c),
+    "6·N + 12·L·H·h·T  (PaLM, nanoGPT, the playbook)": lambda c, T: (
+        6 * parameter_count(c) + 12 * c.layers * c.heads * c.head_dim * T
+    ),
+    "6·(N - V·D) + 12·L·H·h·T  (torchtitan)": lambda c, T: (
+        6 * (parameter_count(c) - (0 if c.tied else c.vocab * c.dim))
+        + 12 * c.layers * c.heads * c.head_dim * T
+    ),
+    "the same, attention halved  (Megatron-Bridge, here)": flops_per_token,
+}
+
+# Dense peaks from the vendor's data sheets. A run that computes some products in FP8 and others in
+# bf16 has no single peak, so FP8 is not in the table.
+PEAKS = {
+    ("a100", "bf16"): 312e12,
+    ("h100", "bf16"): 989.4e12,
+    ("h200", "bf16"): 989.4e12,
+    ("b200", "bf16"): 2250e12,
+}
+
+
+def utilisation(flops, seconds, peak):
+    """MFU for useful FLOPs, HFU for executed ones; None if the peak is not known."""
+    return flops / seconds / peak if peak else None
+
+
+def gpu_hours(flops, peak, mfu):
+    return flops / (peak * mfu) / 3600 if peak else None
+
+
+def counted_flops(run):
+    """executed_flops as torch counts them, told what the CPU's fused attention kernel computes."""
+
+    def forward(q, k, v, dropout=0.0, causal=False, out_shape=None, **_):  # shapes for tensors
+        return 2 * 2 * math.prod(q) * k[2] // (2 if causal else 1)
+
+    def backward(dout, q, k, v, out, lse, dropout, causal, out_shape=None, **_):
+        return 5 * 2 * math.prod(q) * k[2] // (2 if causal else 1)
+
+    aten = torch.ops.aten
+    fused = {
+        aten._scaled_dot_product_flash_attention_for_cpu: forward,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
+    }
+    with FlopCounterMode(display=False, custom_mapping=fused) as counter:
+        run()
+    counts = counter.get_flop_counts()["Global"]
+    attention = sum(n for op, n in counts.items() if op in fused)
+    return sum(counts.values()) - attention, attention
+
+
+# --- 10. Run --------------------------------------------------------------------------------------
+
+CUT_BY = {  # the chapters that make a line of the table smaller
+    "parameters": "03 ZeRO-3, 04, 05, 06",
+    "gradients": "03 ZeRO-2, 04, 05, 06",
+    "master copy": "03 ZeRO-1, 04-06, 08",
+    "moments": "03 ZeRO-1, 04-06, 08",
+    "rope angles": "07",
+    "positions": "07",
+    "blocks": "recompute, 04, 07",
+    "final norm": "04 (SP), 07",
+    "logits": "04 (loss), 07",
+    "loss": "07",
+}
+
+
+def byte_table(c, B, T, recipe, mode, held):
+    """Print formula beside measurement; -> the lines in which they differ."""
+    kept = kept_bytes(c, B, T, recipe.weights, mode)
+    instants = peak_bytes(c, B, T, recipe, mode)
+    fullest = max(instants, key=instants.get)
+    rows = [(name, n, held["optimizer"][name]) for name, n in state_bytes(c, recipe).items()]
+    rows += [("activations", sum(kept.values()), held["forward"]["activations"])]
+    peak = max(held["peak of both"], held["peak of optimizer"]) - held["forward"]["batch"]
+    rows += [("peak", instants[fullest], peak)]
+    print(f"{'bytes':13}{'formula':>20}{'measured':>20}  cut by")
+    for name, formula, measured in rows:
+        print(f"{name:13}{formula:20,}{measured:20,}  {CUT_BY.get(name, '')}".rstrip())
+        for part, n in kept.items() if name == "activations" else ():
+            print(f"  {part:11}{n:20,}{'':20}  {CUT_BY.get(part, '')}".rstrip())
+    print(f"The step is fullest at: {fullest}.")
+    return [name for name, formula, measured in rows if formula != measured]
+
+
+def chart(samples, width=46):
+    """A line per moment, as long as what is alive: each letter a category."""
+    letters = {"parameters": "w", "master copy": "M", "moments": "m", "gradients": "g"}
+    letters["activations"] = "a"
+    print("w weights  M master copy  m moments  g gradients  a activations, temporaries")
+    most = max(sum(now.values()) for _, now in samples)
+    for phase, group in itertools.groupby(samples, key=lambda sample: sample[0]):
+        group = [now for _, now in group]
+        lines = 1 if "optimizer" in phase else 4
+        for i in range(lines):
+            part = group[len(group) * i // lines : len(group) * (i + 1) // lines]
+            now = max(part, key=lambda now: sum(now.values()))
+            bar = "".join(x * round(now[name] * width / most) for name, x in letters.items())
+            print(f"{phase * (i == 0):18} {bar:{width + 2}}{sum(now.values()) / 2**20:7.1f} MiB")
+
+
+def compare_recomputation(c, B, T, rounds=4):
+    """Print bytes, FLOPs and time of every mode beside those of none; -> what is wrong."""
+    tokens, labels = torch.randint(c.vocab, (2, B, T)).unbind()
+
+    def forward_backward(model):
+        loss = model.loss(model(tokens), labels)
+        loss.backward()
+        return loss
+
+    models, wrong = {}, []
+    for mode in ("none", "selective", "full", f"full:{c.layers // 2}"):
+        models[mode] = build(c)
+        recompute(models[mode], mode)
+    seconds = dict.fromkeys(models, math.inf)
+    for mode, model in list(models.items()) * rounds:  # in turns: the machine has other work too
+        start = time.perf_counter()
+        forward_backward(model)
+        seconds[mode] = min(seconds[mode], time.perf_counter() - start)
+    print(f"{'recompute':11}{'kept':>12}{'of none':>9}{'FLOPs':>7}{'time':>6}  loss and gradients")
+    for mode, model in models.items():
+        model.zero_grad()
+        result = []
+        counted = counted_flops(lambda: result.append(forward_backward(model)))
+        result += [p.grad for p in model.parameters()]
+        kept, flops = sum(kept_bytes(c, B, T, FP32, mode).values()), executed_flops(c, B, T, mode)
+        if mode == "none":
+            right, none = result, (kept, sum(flops), seconds[mode])
+        same = all(torch.equal(a, b) for a, b in zip(result, right))
+        wrong += [f"FLOPs of {mode}"] * (counted != flops) + [f"gradients of {mode}"] * (not same)
+        print(
+            f"{mode:11}{kept:12,}{kept / none[0]:9.0%}{sum(flops) / none[1]:7.2f}"
+            f"{seconds[mode] / none[2]:6.2f}  {'the same bits' if same else 'DIFFER'}"
+        )
+    return wrong
+
+
+def movement(c, recipe, batches):
+    """{parameter: how it has moved after a step on each batch}, starting from build(c)."""
+    model = build(c, dtype=recipe.weights)
+    start = {p: p.detach().clone() for p in model.parameters()}
+    optimizer = AdamW(model.parameters(), recipe)
+    for tokens in batches:
+        model.loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
+        optimizer.step()
+        model.zero_grad()
+    now = {p: optimizer.master.get(p, p).detach() for p in start}
+    return {name: now[p].float() - start[p].float() for name, p in model.named_parameters()}
+
+
+def worst_movement(c):
+    """Train in fp32 and in bf16 with a master copy. -> (the parameter that differs most, error)"""
+    batches = torch.randint(c.vocab, (4, 2, 65), generator=torch.Generator().manual_seed(1))
+    right, ours = (movement(c, RECIPES[name], batches) for name in ("fp32", "bf16"))
+    error = {name: ((ours[name] - d).norm() / d.norm()).item() for name, d in right.items()}
+    return max(error.items(), key=lambda item: item[1])
+
+
+def print_large_models(T=8192):
+    print(f"GiB, bf16, 1 x {T:,}     state   none  selective    full   80 GiB GPUs for state")
+    for name in ("llama3-8b", "llama3-70b", "llama3-405b"):
+        state = sum(state_bytes(PRESETS[name], RECIPES["bf16"]).values())
+        kept = [
+            sum(kept_bytes(PRESETS[name], 1, T, BF16, mode).values()) / 2**30
+            for mode in ("none", "selective", "full")
+        ]
+        print(
+            f"{name:18}{state / 2**30:12,.1f}{kept[0]:7.1f}{kept[1]:11.1f}{kept[2]:8.1f}"
+            f"{math.ceil(state / (80 * 2**30)):9}"
+        )
+
+    # Over-checkpointing: recomputing every layer where some would do.
+    c, B, recipe = PRESETS["smollm-1.7b"], 4, RECIPES["bf16"]
+    K = layers_to_recompute(c, B, T, recipe, 72 * 2**30)
+    print(f"\nsmollm-1.7b, {B} x {T:,}, to fit into 72 of 80 GiB (context, fragments)")
+    for mode in ("none", "selective", f"full:{K}", "full"):
+        peak = max(peak_bytes(c, B, T, recipe, mode).values()) / 2**30
+        more = sum(executed_flops(c, B, T, mode)) / sum(executed_flops(c, B, T)) - 1
+        print(f"  {mode:11} peak {peak:6.1f} GiB   {more:6.1%} more FLOPs")
+
+
+def print_cost(c, B, T, mode, tokens, gpu, mfu, price):
+    useful, executed = flops_per_token(c, T) * B * T, sum(executed_flops(c, B, T, mode))
+    print(f"GFLOPs per token at T = {T:,}")
+    for name, count in CONVENTIONS.items():
+        print(f"  {count(c, T) / 1e9:12,.3f}  {name}")
+    print(f"  {executed / (B * T) / 1e9:12,.3f}  as executed: HFU = {executed / useful:.3f} x MFU")
+    hours = gpu_hours(flops_per_token(c, T) * tokens, PEAKS.get((gpu, "bf16")), mfu)
+    if hours is None:
+        return print(f"GPU-hours: none, the bf16 peak of {gpu!r} is not known")
+    print(
+        f"{tokens:.3g} tokens (20 a parameter: {20 * parameter_count(c):.3g}):"
+        f" {hours:,.0f} {gpu} hours at MFU {mfu:.0%},\n${hours * price:,.0f} at ${price} an hour"
+    )
+
+
+def story():
+    """The chapter, on a model small enough to measure. -> what is wrong"""
+    c, B, T, recipe = PRESETS["tiny"], 8, 64, RECIPES["bf16"]
+    print(f"01 bytes, FLOPs and hours of a training step   cpu   torch {torch.__version__}")
+    print(f"llama  {c.layers} layers  dim {c.dim}  heads {c.heads}/{c.kv_heads}  ffn {c.ffn}", end="")
+    print(f"  vocab {c.vocab}   batch {B} x {T}   bf16\n")
+    model = build(c, dtype=recipe.weights)
+    live, held = train(c, B, T, recipe, model=model, sample=True)
+    wrong = byte_table(c, B, T, recipe, "none", held[1])
+    more = held[1]["peak of both"] - held[0]["peak of both"]
+    print(f"Step 2 is fuller than step 1 by {more:,} bytes: the moments.\n")
+    if more != state_bytes(c, recipe)["moments"]:
+        wrong += ["second step"]
+    chart(live.samples)
+    print()
+    wrong += compare_recomputation(c, 4, 128)
+    print("MFU and HFU here: none, a CPU's peak is not known.\n")
+    print_large_models()
+    print()
+    print_cost(PRESETS["llama3-8b"], 1, 8192, "full", 15e12, "h100", 0.4, 2.0)
+    name, error = worst_movement(c)
+    print(f"\n4 steps in bf16 and in fp32: worst {name}, error {error:.2f}")
+    return [f"{name} moves otherwise than in fp32, error {error:.2f}"] * (error > 0.2) + wrong
+
+
+def report(args):
+    """The tables of one model, measured on tensors without memory, or on a GPU. -> what is wrong"""
+    c, recipe, B, T = PRESETS[args.model], RECIPES[args.recipe], args.micro_batch, args.seq
+    print(f"01 {args.model}  {parameter_count(c):,} parameters  {B} x {T:,}  recipe {args.recipe}")
+    print(f"recompute {args.recompute}   {args.device}   torch {torch.__version__}\n")
+    if args.device == "cpu":
+        with FakeTensorMode():
+            _, held = train(c, B, T, recipe, args.recompute)
+    else:
+        model = build(c, dtype=recipe.weights, device=args.device)
+        torch.cuda.reset_peak_memory_stats()
+        _, held = train(c, B, T, recipe, args.recompute, model=model)
+        formula = max(peak_bytes(c, B, T, recipe, args.recompute).values())
+        allocated = torch.cuda.max_memory_allocated()
+        print(f"max_memory_allocated {allocated:,}, {allocated / formula - 1:+.2%} to the peak")
+    wrong = byte_table(c, B, T, recipe, args.recompute, held[-1])
+    print()
+    tokens = args.tokens or 20 * parameter_count(c)
+    print_cost(c, B, T, args.recompute, tokens, args.gpu, args.mfu, args.price)
+    return wrong
 
 
 def main():
-    parser = argparse.ArgumentParser(description="the presets: parameters and FLOPs")
-    parser.add_argument("--seq", type=int, default=8192, help="T, for the FLOPs of attention")
+    parser = argparse.ArgumentParser(description="bytes, FLOPs and hours of training on one device")
+    parser.add_argument("--model", choices=PRESETS, help="its tables; without: the chapter's story")
+    parser.add_argument("--seq", type=int, default=8192)
+    parser.add_argument("--micro-batch", type=int, default=1)
+    parser.add_argument("--recompute", default="none", help="none, selective, full or full:K")
+    parser.add_argument("--recipe", choices=RECIPES, default="bf16")
+    parser.add_argument("--device", default="cpu", help="cuda: measure there, with memory")
+    parser.add_argument("--tokens", type=float, help="to train on; 20 a parameter if not said")
+    parser.add_argument("--gpu", default="h100", help="whose peak: a100, h100, h200, b200")
+    parser.add_argument("--mfu", type=float, default=0.4)
+    parser.add_argument("--price", type=float, default=2.0, help="dollars for a GPU-hour")
     args = parser.parse_args()
-    print(f"01 the Llama on one device   torch {torch.__version__}\n")
-    print(f"{'model':14}{'parameters':>18}{'by formula':>18}{'GFLOPs/token':>15}")
-    wrong = []
-    for name, c in PRESETS.items():
-        with torch.device("meta"):  # shapes without memory
-            count = sum(p.numel() for p in Llama(c).parameters())
-        if count != parameter_count(c):
-            wrong.append(name)
-        gflops = flops_per_token(c, args.seq) / 1e9
-        print(f"{name:14}{count:18,}{parameter_count(c):18,}{gflops:15,.1f}")
-    print("\n01_memory FAIL: parameters of " + ", ".join(wrong) if wrong else "\n01_memory OK")
+    torch.set_num_threads(1)
+    try:
+        wrong = report(args) if args.model else story()
+    except ValueError as error:
+        parser.error(str(error))
+    print("\n01_memory FAIL: " + "; ".join(wrong) if wrong else "\n01_memory OK")
     return 1 if wrong else 0
 
 
