@@ -797,6 +797,10 @@ class Live(TorchDispatchMode):
             for t in tensors():
                 self.add(t)
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # we never compile; True would import the compiler in every rank (1.6 s)
+
     def add(self, t):
         storage = t.untyped_storage()
         key = storage._cdata  # the address of the storage itself, not of its memory
