@@ -68,7 +68,7 @@ def everyone(value):
     return values
 
 
-# --- Parity --------------------------------------------------------------------------------------
+# --- Parity -----------------------------------------------------------------------------------
 
 CASES = {  # by tp: what is different from CONFIG
     1: [dict(), dict(kv_heads=2, tied=True)],
@@ -226,7 +226,7 @@ def test_bf16_is_as_good_as_on_one_device():
         assert all(error <= 1.5 * allowed for error, _ in errors), (errors, allowed)
 
 
-# --- What a linear keeps ---------------------------------------------------------------------------
+# --- What a linear keeps ----------------------------------------------------------------------
 
 
 def in_flight_worker():
@@ -334,7 +334,7 @@ def test_layers_below_a_frozen_one_get_their_gradients():
             assert error < 1e-11 and compared == 12 and untouched, name
 
 
-# --- Bytes and calls ---------------------------------------------------------------------------------
+# --- Bytes and calls --------------------------------------------------------------------------
 
 SHAPES = [  # changes of the config, B, T, dtype, mode
     (dict(kv_heads=4), 2, 12, F64, "none"),
@@ -445,7 +445,7 @@ def test_when_transfers_can_hide():
     )
 
 
-# --- The operations -------------------------------------------------------------------------------
+# --- The operations ---------------------------------------------------------------------------
 
 
 def operations_worker():
@@ -560,7 +560,7 @@ def test_gradients_are_summed_over_the_ranks_that_hold_the_parameter():
     assert kinds[15.0] == 4 * 5 and kinds[3.0] == kinds[12.0] == 2 * 4
 
 
-# --- The vocabulary --------------------------------------------------------------------------------
+# --- The vocabulary ---------------------------------------------------------------------------
 
 
 def loss_worker(V, dtype, scale, rows):
@@ -656,7 +656,7 @@ def test_the_hidden_gradient_of_the_loss_is_summed_once_in_any_pieces():
         assert dx == ranks[0][1]
 
 
-# --- Cutting -----------------------------------------------------------------------------------------
+# --- Cutting ----------------------------------------------------------------------------------
 
 
 def names_worker():
@@ -752,7 +752,7 @@ def test_every_parameter_is_in_the_table():
         tp.cut_dimension("layers.0.self_attn.q_proj.bias")
 
 
-# --- Overlap ---------------------------------------------------------------------------------------------
+# --- Overlap ----------------------------------------------------------------------------------
 
 
 def async_worker():
