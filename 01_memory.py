@@ -61,7 +61,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 
-# --- 1. The shape of a model -----------------------------------------------------------------
+# --- 1. The shape of a model --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def at_least_fp32(dtype):
     return torch.promote_types(dtype, torch.float32)
 
 
-# --- 2. The linear layer: three products and three seams ---------------------------------------
+# --- 2. The linear layer: three products and three seams ----------------------------------------
 #
 # forward      y  = x wᵀ        (…, in) -> (…, out)
 # input grad   dx = dy w        (…, out) -> (…, in)
@@ -255,7 +255,7 @@ class Linear(nn.Module):
         return linear(x, self.weight, self.how, self.what, self.when)
 
 
-# --- 3. Norm, rotation, attention, FFN ---------------------------------------------------------
+# --- 3. Norm, rotation, attention, FFN ----------------------------------------------------------
 
 
 def identity(x):
@@ -394,7 +394,7 @@ class SwiGLU(nn.Module):
         return self.leave(self.down_proj(h))  # (B, T, D)
 
 
-# --- 4. The Llama ------------------------------------------------------------------------------
+# --- 4. The Llama -------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -598,7 +598,7 @@ def recompute(model, mode):
                     raise ValueError(f"layers.{number}.{name}: call recompute before changing what")
 
 
-# --- 6. Bytes that depend on the model alone: parameters, gradients, optimizer -----------------
+# --- 6. Bytes that depend on the model alone: parameters, gradients, optimizer ------------------
 
 
 @dataclass(frozen=True)
@@ -663,7 +663,7 @@ class AdamW:
             p.copy_(w)
 
 
-# --- 7. Bytes that depend on the batch: activations and temporaries ----------------------------
+# --- 7. Bytes that depend on the batch: activations and temporaries -----------------------------
 #
 # e is the size of an element, w of one in at least fp32, n = B·T the tokens. Not counted: the
 # batch itself (tokens and labels, 16 bytes a token), and what a kernel allocates inside itself.
@@ -776,7 +776,7 @@ def layers_to_recompute(c, B, T, recipe, budget):
             return K
 
 
-# --- 8. Measuring ---------------------------------------------------------------------------------
+# --- 8. Measuring -------------------------------------------------------------------------------
 
 
 class Live(TorchDispatchMode):
@@ -833,15 +833,19 @@ class Live(TorchDispatchMode):
         return parts | {"activations": self.total - sum(parts.values())}
 
 
-def train(c, B, T, recipe, mode="none", steps=2, model=None, sample=False):
-    """Run `steps` steps under the meter -> the meter and, per step, what is held when.
+def unset(c, dtype):
+    """A Llama whose parameters nobody sets: under FakeTensorMode, one without memory."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return Llama(c)
+    finally:
+        torch.set_default_dtype(before)
 
-    Without a `model` an uninitialised one is made: what to do under FakeTensorMode.
-    """
-    if model is None:
-        torch.set_default_dtype(recipe.weights)
-        model = Llama(c)
-        torch.set_default_dtype(torch.float32)
+
+def train(model, B, T, recipe, mode="none", steps=2, sample=False):
+    """Run `steps` steps under the meter. -> the meter; for each step what is held when"""
+    c = model.config
     for p in model.parameters():
         p.grad_dtype = recipe.grads
     recompute(model, mode)
@@ -876,7 +880,7 @@ def train(c, B, T, recipe, mode="none", steps=2, model=None, sample=False):
     return live, held
 
 
-# --- 9. FLOPs and hours ---------------------------------------------------------------------------
+# --- 9. FLOPs and hours -------------------------------------------------------------------------
 
 
 def executed_flops(c, B, T, mode="none"):
@@ -945,7 +949,7 @@ def counted_flops(run):
     return sum(counts.values()) - attention, attention
 
 
-# --- 10. Run --------------------------------------------------------------------------------------
+# --- 10. Run ------------------------------------------------------------------------------------
 
 CUT_BY = {  # the chapters that make a line of the table smaller
     "parameters": "03 ZeRO-3, 04, 05, 06",
@@ -1094,10 +1098,10 @@ def story():
     """The chapter, on a model small enough to measure. -> what is wrong"""
     c, B, T, recipe = PRESETS["tiny"], 8, 64, RECIPES["bf16"]
     print(f"01 bytes, FLOPs and hours of a training step   cpu   torch {torch.__version__}")
-    print(f"llama  {c.layers} layers  dim {c.dim}  heads {c.heads}/{c.kv_heads}  ffn {c.ffn}", end="")
-    print(f"  vocab {c.vocab}   batch {B} x {T}   bf16\n")
+    shape = f"{c.layers} layers  dim {c.dim}  heads {c.heads}/{c.kv_heads}  ffn {c.ffn}"
+    print(f"llama  {shape}  vocab {c.vocab}   batch {B} x {T}   bf16\n")
     model = build(c, dtype=recipe.weights)
-    live, held = train(c, B, T, recipe, model=model, sample=True)
+    live, held = train(model, B, T, recipe, sample=True)
     wrong = byte_table(c, B, T, recipe, "none", held[1])
     more = held[1]["peak of both"] - held[0]["peak of both"]
     print(f"Step 2 is fuller than step 1 by {more:,} bytes: the moments.\n")
@@ -1122,11 +1126,11 @@ def report(args):
     print(f"recompute {args.recompute}   {args.device}   torch {torch.__version__}\n")
     if args.device == "cpu":
         with FakeTensorMode():
-            _, held = train(c, B, T, recipe, args.recompute)
+            _, held = train(unset(c, recipe.weights), B, T, recipe, args.recompute)
     else:
         model = build(c, dtype=recipe.weights, device=args.device)
         torch.cuda.reset_peak_memory_stats()
-        _, held = train(c, B, T, recipe, args.recompute, model=model)
+        _, held = train(model, B, T, recipe, args.recompute)
         formula = max(peak_bytes(c, B, T, recipe, args.recompute).values())
         allocated = torch.cuda.max_memory_allocated()
         print(f"max_memory_allocated {allocated:,}, {allocated / formula - 1:+.2%} to the peak")

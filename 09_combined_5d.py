@@ -5,7 +5,7 @@ Idea      Each chapter changes one thing about the model of 01 or about how its 
           Put together in the right order they make a training loop that computes exactly what one
           device would compute, and --check proves it: loss, every gradient, every weight.
 Picture   the order of composition, which is the lesson (see compose below):
-          mesh ─ model of this stage ─ optimizer ─ training steps
+          mesh ─ model of this stage ─ attention (07) ─ optimizer on shards (03) ─ training steps
 Cost      the sum of the chapters' costs, and three control numbers a step (valid tokens, loss,
           gradient norm); the table at the end shows measured bytes beside the formulas.
 Forget    the sum of the gradients over dp. Every rank then trains its own model on its own data:
@@ -25,6 +25,7 @@ import sys
 import time
 import zlib
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 
 import torch
@@ -33,6 +34,8 @@ import torch.distributed as dist
 
 memory = import_module("01_memory")  # the model
 dp = import_module("02_dp")  # ranks, samples, data parallelism
+zero = import_module("03_zero")  # the optimizer on shards, checkpoints
+cp = import_module("07_cp_ring")  # context parallelism
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 MAX_NORM = 1.0
@@ -46,6 +49,11 @@ def parse(argv=None):
     p = argparse.ArgumentParser(description="train a Llama on any layout; see the docstring")
     p.add_argument("--model", default="tiny", help=", ".join(memory.PRESETS))
     p.add_argument("--dp", type=int, default=1, help="data-parallel degree")
+    p.add_argument("--cp", type=int, default=1, help="context-parallel degree")
+    p.add_argument("--cp-kind", default="ring", help=", ".join(cp.KINDS))
+    p.add_argument("--zero", type=int, default=0, help="ZeRO stage, 0 to 3")
+    p.add_argument("--hybrid", type=int, default=0, metavar="N",
+                   help="ZeRO inside each N neighbours of dp, sums across")  # fmt: skip
     p.add_argument("--batch", type=int, default=12, help="global batch, in sequences")
     p.add_argument("--micro-batch", type=int, help="sequences at a time (default: batch / dp)")
     p.add_argument("--seq", type=int, default=128, help="tokens of a sequence")
@@ -57,6 +65,9 @@ def parse(argv=None):
     p.add_argument("--data", help="a text file, .bin (uint16) or .npy; default: Python's library")
     p.add_argument("--check", nargs="?", type=int, const=5, default=0, metavar="K",
                    help="compare the first K steps (5) with one device")  # fmt: skip
+    p.add_argument("--ckpt", metavar="DIR", help="write checkpoints there, at least at the end")
+    p.add_argument("--save-every", type=int, default=0, metavar="N", help="every N steps too")
+    p.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint")
     p.add_argument("--csv", metavar="FILE", help="write step,loss,… in full precision")
     p.add_argument("--timeout", type=float, default=300.0, help="seconds a collective may wait")
     p.add_argument("--dry-run", action="store_true", help="one step of one rank, on fake tensors")
@@ -70,7 +81,7 @@ def parse(argv=None):
 
 def layout(args):
     """Degrees by axis, outermost first: neighbouring ranks differ in the last one."""
-    return {"dp": args.dp}
+    return {"dp": args.dp, "cp": args.cp}
 
 
 def violations(args, world):
@@ -86,7 +97,14 @@ def violations(args, world):
     known("--model", args.model, list(memory.PRESETS))
     known("--optimizer", args.optimizer, ["adamw", "sgd"])
     known("--dtype", args.dtype, list(DTYPES))
-    counts = ["dp", "batch", "micro_batch", "seq", "steps"]
+    known("--cp-kind", args.cp_kind, list(cp.KINDS))
+    if args.zero not in range(4):
+        wrong.append(f"--zero {args.zero}: 0, 1, 2 or 3")
+    if args.hybrid and (args.zero == 0 or args.hybrid < 1 or args.dp * args.cp % args.hybrid):
+        divisors = [str(n) for n in range(1, args.dp * args.cp + 1) if args.dp * args.cp % n == 0]
+        wrong.append(f"--hybrid {args.hybrid}: with --zero 1 to 3, a divisor of dp x cp ="
+                     f" {args.dp * args.cp}: {', '.join(divisors)}")  # fmt: skip
+    counts = ["dp", "cp", "batch", "micro_batch", "seq", "steps"]
     for name in counts:
         if getattr(args, name) < 1:
             wrong.append(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
@@ -97,6 +115,12 @@ def violations(args, world):
             wrong.append(f"--{name} {getattr(args, name)}: above 0, and finite")
     if args.check < 0:
         wrong.append(f"--check {args.check}: how many steps to compare, at least 1")
+    if args.save_every < 0:
+        wrong.append(f"--save-every {args.save_every}: at least 1")
+    if (args.save_every or args.resume) and not args.ckpt:
+        wrong.append("--save-every and --resume need --ckpt DIR")
+    if args.check and args.resume:
+        wrong.append("--check compares the first steps of a run: not with --resume")
     need = math.prod(layout(args).values())
     if world != need:
         product = " x ".join(f"{axis} {n}" for axis, n in layout(args).items())
@@ -104,7 +128,7 @@ def violations(args, world):
     if args.dry_run and not 0 <= args.rank < world:
         wrong.append(f"--rank {args.rank}: from 0 to {world - 1}")
     if all(getattr(args, name) > 0 for name in counts):
-        wrong += _batch_violations(args)
+        wrong += _batch_violations(args) + _sequence_violations(args)
     if not args.dry_run and args.seq > 0:
         wrong += _data_violations(args)
     return wrong
@@ -120,6 +144,23 @@ def _batch_violations(args):
         f"--batch {args.batch} is not a multiple of dp {args.dp} x micro-batch"
         f" {args.micro_batch} = {unit}: the nearest are {near}"
     ]
+
+
+def _sequence_violations(args):
+    """What context parallelism asks of the sequence, and Ulysses of the heads."""
+    wrong, n = [], args.cp
+    if n > 1 and args.seq % (2 * n):
+        near = " or ".join(map(str, cp.nearest_lengths(args.seq, n)))
+        wrong.append(f"--seq {args.seq} is not a multiple of 2 x cp {n} = {2 * n}: the nearest are"
+                     f" {near}")  # fmt: skip
+    if args.cp_kind == "ulysses" and args.model in memory.PRESETS:
+        heads = memory.PRESETS[args.model].heads
+        near = [d for d in range(1, heads + 1) if heads % d == 0]
+        if heads % n:
+            near = sorted(sorted(near, key=lambda d: abs(d - n))[:2])
+            wrong.append(f"--cp {n} does not divide the {heads} heads of {args.model}, as ulysses"
+                         f" needs: the nearest are {near[0]} or {near[1]}")  # fmt: skip
+    return wrong
 
 
 def _data_violations(args):
@@ -140,27 +181,44 @@ def _data_violations(args):
 # --- 2. The mesh -----------------------------------------------------------------------------
 
 
-def mesh(sizes):
-    """The ranks of every group of every axis.
+def mesh(sizes, *joint):
+    """The ranks of every group of every axis, and of joint axes such as "dp·cp".
 
     sizes {axis: degree}, outermost first -> {axis: [ranks of a group, …]}. In
     arange(8).view(2, 4) for {"dp": 2, "tp": 4} a row is a tp group and a column a dp group.
     """
-    grid = torch.arange(math.prod(sizes.values())).view(*sizes.values())
-    return {
-        axis: grid.movedim(i, -1).reshape(-1, sizes[axis]).tolist() for i, axis in enumerate(sizes)
-    }
+    grid, axes, groups = torch.arange(math.prod(sizes.values())).view(*sizes.values()), [*sizes], {}
+    for name in (*axes, *joint):
+        places = [axes.index(axis) for axis in name.split("·")]
+        size = math.prod(sizes[axis] for axis in name.split("·"))
+        groups[name] = grid.movedim(places, [*range(-len(places), 0)]).reshape(-1, size).tolist()
+    return groups
 
 
-def make_groups(sizes, timeout):
+def zero_groups(args, groups):
+    """Where ZeRO cuts: the name of the group for each `shard` of the sync table, and its ranks.
+
+    Hybrid ZeRO cuts each group into nodes of N neighbours: its shards lie inside a node, and the
+    ranks with the same place in their nodes hold the same.
+    """
+    n, extra = args.hybrid, {}
+    if n:
+        for axis in dict.fromkeys(shard for _, shard, _ in SYNC):
+            extra[f"{axis} inside"] = [g[i : i + n] for g in groups[axis] for i in range(0, len(g), n)]
+            extra[f"{axis} across"] = [g[i::n] for g in groups[axis] for i in range(n)]
+    return extra
+
+
+def make_groups(args, sizes):
     """This rank's process group for every axis, and "control": the whole world, for a few numbers.
 
     Every rank creates every group, in the same order. Axes that have the same ranks still get
     groups of their own, or the wire meter could not tell their bytes apart.
     """
-    wait = timedelta(seconds=timeout)  # a subgroup waits 30 minutes by default
-    mine = {}
-    for axis, groups in {**mesh(sizes), "control": [list(range(dist.get_world_size()))]}.items():
+    wait = timedelta(seconds=args.timeout)  # a subgroup waits 30 minutes by default
+    axes, mine = mesh(sizes, *dict.fromkeys(shard for _, shard, _ in SYNC)), {}
+    axes = {**axes, **zero_groups(args, axes), "control": [list(range(dist.get_world_size()))]}
+    for axis, groups in axes.items():
         for ranks in groups:
             group = dist.new_group(ranks, timeout=wait, group_desc=axis)
             if dist.get_rank() in ranks:
@@ -174,9 +232,9 @@ def make_groups(sizes, timeout):
 # shard beyond that. The gradient is summed over both. There are no other special cases.
 
 SYNC = [  # parameters, shard, same
-    (r"(embed_tokens|lm_head)\.weight", ("dp",), ()),
-    (r"layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight", ("dp",), ()),
-    (r"(norm|layers\.\d+\.(input|post_attention)_layernorm)\.weight", ("dp",), ()),
+    (r"(embed_tokens|lm_head)\.weight", "dp·cp", ()),
+    (r"layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight", "dp·cp", ()),
+    (r"(norm|layers\.\d+\.(input|post_attention)_layernorm)\.weight", "dp·cp", ()),
 ]
 
 
@@ -194,68 +252,42 @@ def sync_rows(names, table=SYNC):
     return rows
 
 
-def sync_gradients(model, groups):
-    """Sum every gradient over the axes of its row."""
-    parameters = dict(model.named_parameters())
-    for names, (_, shard, same) in zip(sync_rows(parameters), SYNC):
-        for axis in shard + same:
-            dp.sum_gradients([(name, parameters[name]) for name in names], groups[axis])
-
-
-def copies(sizes, names):
-    """On how many ranks the summed gradient of each parameter stands, by name."""
-    return {
-        name: math.prod(sizes[axis] for axis in shard + same)
-        for row, (_, shard, same) in zip(sync_rows(names), SYNC)
-        for name in row
-    }
+def placement(args, names):
+    """{name: (the group that ZeRO cuts a parameter over, or None, the groups that hold the same)}"""
+    result = {}
+    for row, (_, axis, same) in zip(sync_rows(names), SYNC):
+        cut, rest = axis, ()
+        if args.zero == 0:
+            cut, rest = None, (axis,)
+        elif args.hybrid:
+            cut, rest = f"{axis} inside", (f"{axis} across",)
+        result.update(dict.fromkeys(row, (cut, rest + same)))
+    return result
 
 
 # --- 4. The composition ----------------------------------------------------------------------
 
 
-def compose(args, device):
+def compose(args, groups, device):
     """Everything a rank holds, in the order in which the chapters build on each other."""
     model = memory.build(memory.PRESETS[args.model], args.seed, DTYPES[args.dtype], device)  # 01
-    optimizer = Optimizer(model, args)
+    if args.cp > 1:
+        cp.use(model, groups["cp"], args.cp_kind)  # 07
+    units = zero.llama_units(model)
+    cuts = {
+        name: (cut and groups[cut], tuple(groups[axis] for axis in same))
+        for name, (cut, same) in placement(args, dict(model.named_parameters())).items()
+    }
+    inner = partial(torch_optimizer, args)
+    optimizer = zero.Optimizer(model, units, cuts, args.zero, inner, memory.on_finished)  # 03
     return model, optimizer
 
 
-class Optimizer:
-    """AdamW or SGD on weights of at least fp32.
-
-    A bf16 weight of 1.0 does not feel an update of 0.001, its next neighbour is 0.008 away. So
-    weights below fp32 have an fp32 master copy: the step is taken there and rounded afterwards.
-    """
-
-    def __init__(self, model, args):
-        self.parameters = list(model.parameters())
-        self.masters = []
-        for p in self.parameters:
-            wide = memory.at_least_fp32(p.dtype)
-            self.masters.append(p if p.dtype == wide else p.detach().to(wide).requires_grad_())
-        self.inner = torch_optimizer(args, self.masters)
-
-    def step(self, lr, skip):
-        """One step with learning rate lr; nothing changes where the tensor `skip` is not 0."""
-        for p, master in zip(self.parameters, self.masters):
-            master.grad = p.grad
-        for group in self.inner.param_groups:
-            group["lr"] = lr
-        self.inner.grad_scale, self.inner.found_inf = None, skip  # read by the fused kernels
-        self.inner.step()
-        with torch.no_grad():
-            for p, master in zip(self.parameters, self.masters):
-                if p is not master:
-                    p.copy_(master)
-                p.grad = master.grad = None
-
-
-def torch_optimizer(args, weights):
+def torch_optimizer(args, matrices, vectors):
     """Matrices decay, vectors (the norms) do not."""
     groups = [
-        {"params": [w for w in weights if w.dim() > 1], "weight_decay": WEIGHT_DECAY},
-        {"params": [w for w in weights if w.dim() <= 1], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": WEIGHT_DECAY},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     if args.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=args.lr, fused=True)
@@ -274,51 +306,90 @@ def learning_rate(step, args):
 # --- 5. A training step ----------------------------------------------------------------------
 
 
-def train_step(model, optimizer, groups, sizes, batches, lr, record=None):
+def my_batches(args, groups, sample, step, device):
+    """This rank's micro-batches: samples by its dp coordinate, a part of each by its cp one."""
+    numbers = dp.my_samples(step, args.batch, dist.get_rank(groups["dp"]), args.dp)
+    rank = dist.get_rank(groups["cp"])
+    return [
+        tuple(cp.part(x, 1, rank, args.cp) for x in batch)  # (B, T) -> (B, T/cp)
+        for batch in dp.micro_batches(sample, numbers, args.micro_batch, device)
+    ]
+
+
+def my_positions(args, groups, device):
+    """Where in the sequence this rank's tokens are: (T/cp,)."""
+    positions = torch.arange(args.seq, device=device)
+    return cp.part(positions, 0, dist.get_rank(groups["cp"]), args.cp)
+
+
+def train_step(model, optimizer, groups, batches, positions, lr, record=None):
     """One step on this rank's micro-batches, all ranks together.
 
     Returns a tensor (loss, gradient norm, this rank's share of the loss), without having looked at
     a value: the host never waits for the device. If loss or norm is not finite, no rank changes
     anything.
-    record, a dict, receives this step's summed gradients before clipping.
+    record, a list, receives this rank's shards of the summed gradients before clipping.
     """
     N = dp.count_valid(batches, groups["control"])
-    loss = dp.accumulate_gradients(model, batches, N)
-    sync_gradients(model, groups)  # forget
-    gradients = dp.gradients(model)
+    optimizer.begin(len(batches))
+    loss = dp.accumulate_gradients(model, batches, N, positions)
+    optimizer.sum_gradients()  # forget
     if record is not None:
-        record.update({name: g.clone() for name, g in gradients.items()})
+        record.extend(flat.grad.clone() for flat in optimizer.flats)
 
-    held = copies(sizes, gradients)
-    squares = torch.stack([g.double().square().sum() / held[n] for n, g in gradients.items()])
-    stats = torch.stack([loss, squares.sum()]).double()
+    stats = torch.stack([loss.double(), optimizer.squares()])
     dist.all_reduce(stats, group=groups["control"])
     norm = stats[1].sqrt()
     skip = 1 - torch.isfinite(stats).all().float()
-    torch._foreach_mul_(list(gradients.values()), (MAX_NORM / (norm + 1e-6)).clamp(max=1))
+    optimizer.scale((MAX_NORM / (norm + 1e-6)).clamp(max=1))
     optimizer.step(lr, skip)
     return torch.stack([stats[0], norm, loss.double()])
 
 
-def sent(parameters, sizes):
-    """Calls and bytes a rank sends in a step, by axis: {axis: (calls, bytes)}."""
-    gradients = [p.numel() * memory.at_least_fp32(p.dtype).itemsize for p in parameters]
+def sent(args, optimizer, groups):
+    """Calls and bytes a rank sends in a step: {(group, collective): (calls, bytes)}."""
+    size = {name: dist.get_world_size(group) for name, group in groups.items()}
+    weight = DTYPES[args.dtype].itemsize
+    gradient = memory.at_least_fp32(DTYPES[args.dtype]).itemsize
+    micro_batches = args.batch // args.dp // args.micro_batch
+    flats = {next(iter(flat.range)): flat for flat in optimizer.flats}  # by its first parameter
+    units = [[next(iter(flat.range)) for flat in unit] for unit in optimizer.units]
+    places, costs = placement(args, flats), {}
+    for cut, same in dict.fromkeys(places.values()):
+        n = size.get(cut, 1)
+        lengths = {k: flat.length for k, flat in flats.items() if places[k] == (cut, same)}
+        here = [[k for k in unit if k in lengths] for unit in units]
+        over_cut = zero.sent(args.zero, lengths, here, n, weight, gradient, micro_batches)
+        shards = [length // n * gradient for length in lengths.values()]
+        for key, cost in [
+            *(((cut, collective), cost) for collective, cost in over_cut.items()),
+            *(((axis, "all_reduce"), dp.sent(shards, size[axis])) for axis in same),
+        ]:
+            costs[key] = tuple(map(sum, zip(costs.get(key, (0, 0)), cost)))
+    if args.cp > 1:
+        c = memory.PRESETS[args.model]
+        heads = c.heads, c.kv_heads, c.head_dim
+        layer = cp.sent(
+            args.cp_kind, args.micro_batch, args.seq, *heads, args.cp, DTYPES[args.dtype]
+        )
+        for collective, (calls, nbytes) in layer.items():
+            times = c.layers * micro_batches
+            costs["cp", collective] = times * calls, times * nbytes
     control = [8, 16]  # the valid tokens in int64; the loss and the squared norm in float64
-    return {
-        "dp": dp.sent(gradients, sizes["dp"]),
-        "control": dp.sent(control, math.prod(sizes.values())),
-    }
+    return costs | {("control", "all_reduce"): dp.sent(control, size["control"])}
 
 
-def wire_table(wire, parameters, sizes):
+def wire_table(wire, args, optimizer, groups):
     """Print what a step sent beside the formulas; returns the failures."""
-    rows, failures = [], []
-    for axis, (calls, size) in sent(parameters, sizes).items():
-        measured = wire.calls[axis, "all_reduce"], wire.bytes[axis, "all_reduce"]
-        rows.append([axis, measured[0], calls, measured[1], size])
-        if measured != (calls, size):
-            failures.append(f"{axis} sent {measured} calls and bytes, by formula {(calls, size)}")
-    dp.table(["sent in a step", "calls", "formula", "bytes", "formula"], rows)
+    formulas, rows, failures = sent(args, optimizer, groups), [], []
+    for key in dict.fromkeys([*formulas, *wire.calls]):  # also what no formula knows of
+        if key[1] == "barrier":
+            continue  # a group's first meeting, without a byte
+        calls, size = formulas.get(key, (0, 0))
+        rows.append([*key, wire.calls[key], calls, wire.bytes[key], size])
+        if (wire.calls[key], wire.bytes[key]) != (calls, size):
+            failures.append(f"{' '.join(key)}: sent {wire.bytes[key]} bytes, by formula {size}")
+    dp.table(["sent in a step", "by", "calls", "formula", "bytes", "formula"], rows)
     return failures
 
 
@@ -338,7 +409,8 @@ def reference(args, sample, steps, dtype, device):
     masters = list(weights.values())
     if dtype == torch.bfloat16:
         masters = [w.detach().float().requires_grad_() for w in masters]
-    optimizer = torch_optimizer(args, masters)
+    matrices = [w for w in masters if w.dim() > 1]
+    optimizer = torch_optimizer(args, matrices, [w for w in masters if w.dim() <= 1])
     result = {"loss": {}, "norm": {}, "gradient": {}}
     for step in range(steps):
         pairs = [sample(i) for i in range(step * args.batch, (step + 1) * args.batch)]
@@ -379,17 +451,14 @@ class Check:
             if self.dtype not in self.BOUND:
                 self.exact = reference(args, sample, self.steps, torch.float64, device)
 
-    def comparing(self, step):
-        return self.active and step < self.steps
-
-    def note(self, step, loss, norm, gradients, model):
+    def note(self, step, loss, norm, gradients, weights):
         """Keep what step `step` computed; returns the loss of one device."""
         key = f"step {step + 1}"
         self.ours["loss"][key] = torch.tensor(loss, dtype=torch.float64)
         self.ours["norm"][key] = torch.tensor(norm, dtype=torch.float64)
         self.ours["gradient"].update({f"{name}, {key}": g for name, g in gradients.items()})
         if step + 1 == self.steps:
-            self.ours["weight"] = {n: p.detach().clone() for n, p in model.named_parameters()}
+            self.ours["weight"] = {name: p.detach().clone() for name, p in weights.items()}
         return self.expected["loss"][key].item()
 
     def error_and_bound(self, kind):
@@ -414,15 +483,22 @@ class Check:
         return failures
 
 
-def replicas_differ(model):
+def replicas_differ(weights):
     """The names of weights that are not bit for bit the same on all ranks."""
     mine = {
         name: zlib.crc32(p.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        for name, p in model.named_parameters()
+        for name, p in weights.items()
     }
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return [name for name in mine if len({rank[name] for rank in everyone}) > 1]
+
+
+def whole_weights(args, model, optimizer):
+    """The weights by name: the model's own, or, where ZeRO-3 cut them, gathered by all ranks."""
+    if args.zero < 3:
+        return dict(model.named_parameters())
+    return optimizer.gathered([flat.shard for flat in optimizer.flats])
 
 
 # --- 7. Training -----------------------------------------------------------------------------
@@ -443,31 +519,71 @@ def mfu(args, device, tokens_per_second):
     return peak and tokens_per_second / dist.get_world_size() * useful / peak
 
 
+def facts(args, tokens):
+    """What must be the same for a resumed run to be the run that was interrupted."""
+    names = ("model", "seed", "batch", "seq")
+    return {name: getattr(args, name) for name in names} | {"data": dp.fingerprint(tokens)}
+
+
+def resume(args, optimizer, groups, facts):
+    """Load the newest good checkpoint; returns how many steps were done, 0 if there is none."""
+    folder = zero.newest(args.ckpt, groups["control"], dp.log)
+    if folder is None:
+        dp.log(f"no checkpoint in {args.ckpt}: starting from the beginning\n")
+        return 0
+    saved = zero.read_index(folder)["facts"]
+    if other := [f"{k} {facts[k]}, not {saved[k]}" for k in facts if facts[k] != saved[k]]:
+        raise zero.CheckpointError(f"{folder} is of another run: {', '.join(other)}")
+    step = zero.restore(folder, optimizer, groups["control"], dp.log)["step"]
+    dp.log(f"resumed from {folder}: {step} steps done\n")
+    return step
+
+
+def save(args, step, optimizer, groups, facts):
+    """Write a checkpoint of `step` steps. If that fails, training goes on; returns the failures."""
+    begin = time.perf_counter()
+    try:
+        size = zero.save(args.ckpt, step, optimizer.state(), facts, groups["control"])
+    except zero.CheckpointError as error:
+        dp.log(f"checkpoint of step {step} not written ({error}); the one before it stands")
+        return [f"checkpoint of step {step}: {error}"]
+    dp.log(f"checkpoint of step {step}: {size:,} bytes in {time.perf_counter() - begin:.2f} s")
+    return []
+
+
 def train(args):
     """The whole job of one rank; returns the exit code."""
     device, sizes = dp.device(), layout(args)
-    groups = make_groups(sizes, args.timeout)
+    groups = make_groups(args, sizes)
     tokens = dp.open_tokens(args.data)
     dp.agree(dp.fingerprint(tokens), "the training data", groups["control"])
     sample = dp.Samples(tokens, args.seq, args.seed)
-    model, optimizer = compose(args, device)
+    model, optimizer = compose(args, groups, device)
     describe(args, model, sizes)
     check = Check(args, sample, device)
-    wire, csv = dp.Wire(), open_csv(args.csv)
+    run, unsaved, first = facts(args, tokens), [], 0
+    if args.resume:
+        try:
+            first = resume(args, optimizer, groups, run)
+        except zero.CheckpointError as error:  # the same on all ranks
+            return dp.verdict("09_combined_5d", [str(error)])
+    wire, csv = dp.Wire(), open_csv(args.csv, first)
+    positions = my_positions(args, groups, device)
 
     dp.log(" step       loss  one device  grad norm        lr  tokens/s    MFU")
-    for step in range(args.steps):
+    for step in range(first, args.steps):
         begin, lr = time.perf_counter(), learning_rate(step, args)
-        gradients = {} if check.comparing(step) else None
-        with wire if step == 0 else contextlib.nullcontext():
-            numbers = dp.my_samples(step, args.batch, dist.get_rank(groups["dp"]), args.dp)
-            batches = dp.micro_batches(sample, numbers, args.micro_batch, device)
-            stats = train_step(model, optimizer, groups, sizes, batches, lr, gradients)
+        gradients = [] if step < check.steps else None
+        with wire if step == first else contextlib.nullcontext():
+            batches = my_batches(args, groups, sample, step, device)
+            stats = train_step(model, optimizer, groups, batches, positions, lr, gradients)
         loss, norm, own = stats.tolist()  # the one look at values, for the line below
         speed = args.batch * args.seq / (time.perf_counter() - begin)
         expected = "-"
-        if check.comparing(step):
-            expected = f"{check.note(step, loss, norm, gradients, model):.6f}"
+        if step < check.steps:  # whole tensors take all ranks
+            gradients, weights = optimizer.gathered(gradients), whole_weights(args, model, optimizer)
+            if check.active:
+                expected = f"{check.note(step, loss, norm, gradients, weights):.6f}"
         used = mfu(args, device, speed)
         dp.log(f"{step + 1:5} {loss:10.6f} {expected:>11} {norm:10.4f} {lr:9.2e} {speed:9,.0f}"
                f" {f'{used:.1%}' if used else 'none':>6}")  # fmt: skip
@@ -475,10 +591,13 @@ def train(args):
             csv.write(f"{step + 1},{loss!r},{norm!r},{lr!r}\n")
         if not math.isfinite(loss + norm):  # the same numbers on all ranks, so all stop here
             return dp.verdict("09_combined_5d", [not_finite(step, loss, norm, own)])
+        done = step + 1
+        if args.ckpt and (done == args.steps or args.save_every and done % args.save_every == 0):
+            unsaved = save(args, done, optimizer, groups, run)
 
-    failures = report(args, model, sizes, wire, check)
+    failures = report(args, model, optimizer, groups, wire, check) if first < args.steps else []
     show_text(args, model, tokens, device)
-    return dp.verdict("09_combined_5d", failures)
+    return dp.verdict("09_combined_5d", failures + unsaved)
 
 
 def not_finite(step, loss, norm, own):
@@ -500,22 +619,25 @@ def describe(args, model, sizes):
            f" dp {args.dp} x {steps} x {args.micro_batch} sequences\n")  # fmt: skip
 
 
-def open_csv(path):
+def open_csv(path, first):
+    """The file, with what it says of the first steps if they were done by an earlier run."""
     if path is None or dist.get_rank() != 0:
         return None
+    lines = open(path).readlines()[1:] if first and os.path.exists(path) else []
     file = open(path, "w", buffering=1)
     file.write("step,loss,grad_norm,lr\n")
+    file.writelines(line for line in lines if int(line.split(",")[0]) <= first)
     return file
 
 
-def report(args, model, sizes, wire, check):
+def report(args, model, optimizer, groups, wire, check):
     """Bytes beside formulas, errors beside bounds; returns the failures."""
     dp.log()
-    failures = wire_table(wire, list(model.parameters()), sizes)
+    failures = wire_table(wire, args, optimizer, groups)
     if args.check:
         dp.log()
         failures = check.report() + failures  # parameters first: they say more
-        differing = replicas_differ(model)
+        differing = replicas_differ(whole_weights(args, model, optimizer))
         dp.log(f"replicas: {len(differing)} weights differ between ranks")
         failures += [f"{name} differs between ranks" for name in differing]
     return failures
@@ -524,8 +646,10 @@ def report(args, model, sizes, wire, check):
 @torch.no_grad()
 def show_text(args, model, tokens, device, length=160):
     """A few tokens from the trained model, sampled after the first words of the data."""
-    if dist.get_rank() != 0:
-        return
+    if args.zero < 3 and dist.get_rank() != 0:
+        return  # at stage 3 a forward pass gathers, which takes all ranks
+    for layer in model.layers.values():
+        layer.self_attn.attend = memory.attend  # the whole sequence on every rank
     generator = torch.Generator(device).manual_seed(args.seed)
     ids = torch.from_numpy(tokens[:16].astype("int64")).to(device)[None]  # (1, T)
     for _ in range(length):
@@ -550,22 +674,14 @@ def dry_run(args, world):
 
     dist.init_process_group("fake", store=FakeStore(), rank=args.rank, world_size=world)
     sizes = layout(args)
-    groups = make_groups(sizes, args.timeout)
+    groups = make_groups(args, sizes)
     with FakeTensorMode(), dp.Wire() as wire:
-        model, optimizer = compose(args, "cpu")
+        model, optimizer = compose(args, groups, "cpu")
         empty = torch.zeros(args.seq, dtype=torch.int64)
-        numbers = dp.my_samples(0, args.batch, dist.get_rank(groups["dp"]), args.dp)
-        batches = dp.micro_batches(lambda i: (empty, empty), numbers, args.micro_batch, "cpu")
-        record = {}
-        train_step(model, optimizer, groups, sizes, batches, args.lr, record)
-        held = {
-            "parameters": list(model.parameters()),
-            "gradients": list(record.values()),
-            "master weights": [m for m in optimizer.masters if m.dtype != DTYPES[args.dtype]],
-            "moments": [
-                t for s in optimizer.inner.state.values() for n, t in s.items() if n != "step"
-            ],
-        }
+        batches = my_batches(args, groups, lambda i: (empty, empty), 0, "cpu")
+        positions = my_positions(args, groups, "cpu")
+        train_step(model, optimizer, groups, batches, positions, args.lr)
+        held = optimizer.tensors()
     axes = " · ".join(f"{axis} {n}" for axis, n in sizes.items())
     print(f"09 dry run   rank {args.rank} of {world} = {axes}   {args.model}   {args.dtype}\n")
     dp.table(
@@ -573,7 +689,7 @@ def dry_run(args, world):
         [[n, len(ts), sum(t.numel() * t.element_size() for t in ts)] for n, ts in held.items()],
     )
     print()
-    failures = wire_table(wire, held["parameters"], sizes)
+    failures = wire_table(wire, args, optimizer, groups)
     print(f"09_combined_5d FAIL: {failures[0]}" if failures else "09_combined_5d OK")
     return 1 if failures else 0
 

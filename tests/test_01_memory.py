@@ -1,4 +1,4 @@
-"""01: every formula against a measurement, with zero tolerance where bytes and FLOPs are counted."""
+"""01: every formula against a measurement; bytes and FLOPs with zero tolerance."""
 
 import math
 import random
@@ -45,7 +45,7 @@ def live_after_forward(model, tokens, labels, **kwargs):
         return live.bytes()["activations"], loss
 
 
-# --- the model is still the same function ------------------------------------------------------
+# --- the model is still the same function -------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16))
@@ -63,7 +63,10 @@ def test_norm_swiglu_and_loss_equal_plain_autograd(dtype, monkeypatch):
         return F.cross_entropy(x, labels.flatten(), reduction="sum")
 
     pairs = {
-        "norm": (lambda: memory.NormFunction.apply(x, w, 1e-5), lambda: F.rms_norm(x, (40,), w, 1e-5)),
+        "norm": (
+            lambda: memory.NormFunction.apply(x, w, 1e-5),
+            lambda: F.rms_norm(x, (40,), w, 1e-5),
+        ),
         "swiglu": (lambda: memory.SwiGLUFunction.apply(gate, x), lambda: F.silu(gate) * x),
         "loss": (lambda: memory.summed_cross_entropy(x, labels), lambda: cross_entropy(x)),
     }
@@ -87,7 +90,7 @@ def test_loss_of_ignored_labels_only_is_zero():
     assert loss == 0 and (logits.grad == 0).all()
 
 
-# --- parameters ------------------------------------------------------------------------------------
+# --- parameters ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", memory.PRESETS)
@@ -115,7 +118,7 @@ def test_tying_changes_parameters_and_not_flops():  # B3
     assert counts[0] == counts[1]  # the head of a tied model runs, too
 
 
-# --- bytes: closed form against what is alive ----------------------------------------------------
+# --- bytes: closed form against what is alive ---------------------------------------------------
 
 
 def seeded_case(seed):
@@ -145,16 +148,17 @@ def test_bytes_of_64_configurations():
     for seed in CASES:
         c, B, T, recipe, mode = seeded_case(seed)
         model = memory.build(c, dtype=recipe.weights)
-        _, (first, second) = memory.train(c, B, T, recipe, mode, model=model)
+        _, (first, second) = memory.train(model, B, T, recipe, mode)
         state = memory.state_bytes(c, recipe)
         kept = sum(memory.kept_bytes(c, B, T, recipe.weights, mode).values())
         measured = {name: second["optimizer"][name] for name in state}
         measured["activations"] = second["forward"]["activations"]
         expected = state | {"activations": kept}
         print(
-            f"{seed:2} V{c.vocab} D{c.dim} L{c.layers} H{c.heads}/{c.kv_heads} h{c.head_dim} F{c.ffn}"
-            f" {'tied' if c.tied else ''} B{B} T{T} {recipe.weights} {mode}"
-            f" states {sum(state.values()):,} kept {kept:,} {'ok' if expected == measured else 'NO'}"
+            f"{seed:2} V{c.vocab} D{c.dim} L{c.layers} H{c.heads}/{c.kv_heads} h{c.head_dim}"
+            f" F{c.ffn} {'tied' if c.tied else ''} B{B} T{T} {recipe.weights} {mode}"
+            f" states {sum(state.values()):,} kept {kept:,}"
+            f" {'ok' if expected == measured else 'WRONG'}"
         )
         if expected != measured:
             wrong.append((seed, expected, measured))
@@ -172,7 +176,8 @@ def test_bytes_of_64_configurations():
 def test_the_configurations_cover_what_they_should():
     cases = [seeded_case(seed) for seed in CASES]
     assert len(cases) >= 40
-    assert {(r.weights, mode) for _, _, _, r, mode in cases} == {(d, m) for d in DTYPES for m in MODES}
+    seen = {(recipe.weights, mode) for _, _, _, recipe, mode in cases}
+    assert seen == {(dtype, mode) for dtype in DTYPES for mode in MODES}
     for covered in (
         lambda c, B, T: 1 < c.kv_heads < c.heads,
         lambda c, B, T: c.kv_heads == 1,
@@ -191,7 +196,7 @@ def test_the_configurations_cover_what_they_should():
 def test_recipes(name):
     recipe, c = memory.RECIPES[name], SMALL
     model = memory.build(c, dtype=recipe.weights)
-    _, held = memory.train(c, 2, 9, recipe, model=model)
+    _, held = memory.train(model, 2, 9, recipe)
     state = memory.state_bytes(c, recipe)
     assert {k: held[1]["optimizer"][k] for k in state} == state
     per_parameter = {"fp32": 16, "bf16": 18, "bf16-grads": 16, "no-master": 12}[name]
@@ -243,7 +248,8 @@ def test_what_plain_autograd_would_keep():
         (torch.float32, 4 * n * D + 4 * n, 4 * n * V),
         (torch.bfloat16, 2 * 4 * n * D + 4 * n, 4 * n * V),
     ):
-        x, w = torch.randn(n, D).to(dtype).requires_grad_(), torch.ones(D, dtype=dtype).requires_grad_()
+        x = torch.randn(n, D).to(dtype).requires_grad_()
+        w = torch.ones(D, dtype=dtype).requires_grad_()
         logits = torch.randn(n, V).to(dtype).requires_grad_()
         assert kept(lambda x, w: memory.NormFunction.apply(x, w, 1e-5), x, w) == 4 * n
         assert kept(lambda x, w: F.rms_norm(x, (D,), w, 1e-5), x, w) == plain_norm
@@ -255,7 +261,7 @@ def test_what_plain_autograd_would_keep():
         assert kept(wide, logits, labels) >= plain_loss
 
 
-# --- bytes: temporaries and the peak ---------------------------------------------------------------
+# --- bytes: temporaries and the peak ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -271,10 +277,10 @@ def test_loss_temporaries(dtype, n):
     assert live.peak - before == memory.loss_temporaries(SMALL, n, dtype)
 
 
-def test_peak_of_48_configurations():
+def test_peak_of_40_configurations():
     """With V > F and V > H·h the fullest instant of a step is exactly the formula's."""
     seen = set()
-    for seed in range(48):
+    for seed in range(40):
         draw = random.Random(seed)
         D = draw.choice((32, 48))
         ffn = draw.choice((D // 2, 5 * D // 2, 4 * D))
@@ -289,10 +295,10 @@ def test_peak_of_48_configurations():
             head_dim=head_dim,
             tied=draw.random() < 0.4,
         )
-        B, T = draw.choice((1, 2)), draw.choice((4, 33, 150, 600))
+        B, T = draw.choice((1, 2)), draw.choice((4, 33, 120, 300))
         recipe, mode = memory.RECIPES[list(memory.RECIPES)[seed % 4]], MODES[seed // 4 % 4]
         model = memory.build(c, dtype=recipe.weights)
-        _, (_, held) = memory.train(c, B, T, recipe, mode, model=model)
+        _, (_, held) = memory.train(model, B, T, recipe, mode)
         at = memory.peak_bytes(c, B, T, recipe, mode)
         optimizer = at.pop("optimizer")
         fullest = max(at, key=at.get)
@@ -305,7 +311,7 @@ def test_peak_of_48_configurations():
 def real_model(name, T, recipe, mode):
     c, recipe = memory.PRESETS[name], memory.RECIPES[recipe]
     with FakeTensorMode():
-        _, (first, second) = memory.train(c, 1, T, recipe, mode)
+        _, (first, second) = memory.train(memory.unset(c, recipe.weights), 1, T, recipe, mode)
     at, state = memory.peak_bytes(c, 1, T, recipe, mode), memory.state_bytes(c, recipe)
     peak = max(second["peak of both"], second["peak of optimizer"]) - 16 * T
     kept = sum(memory.kept_bytes(c, 1, T, recipe.weights, mode).values())
@@ -334,7 +340,7 @@ def test_peak_on_a_gpu_within_2_percent(mode):
     c, recipe = memory.PRESETS["smollm-1.7b"], memory.RECIPES["bf16"]
     model = memory.build(c, dtype=torch.bfloat16, device="cuda")
     torch.cuda.reset_peak_memory_stats()
-    memory.train(c, 1, 4096, recipe, mode, model=model)
+    memory.train(model, 1, 4096, recipe, mode)
     formula = max(memory.peak_bytes(c, 1, 4096, recipe, mode).values())
     assert torch.cuda.max_memory_allocated() == pytest.approx(formula, rel=0.02)
 
@@ -358,7 +364,7 @@ def test_activations_do_not_grow_with_gradient_accumulation():
             assert live.bytes()["gradients"] == 4 * memory.parameter_count(SMALL)
 
 
-# --- bytes: pipeline stages ------------------------------------------------------------------------
+# --- bytes: pipeline stages ---------------------------------------------------------------------
 
 
 def stage(c, first, last):
@@ -400,18 +406,18 @@ def test_stages_keep_their_own_bytes(mode):  # B2
                     graphs.append(model.loss(y, labels) if last else y.grad_fn)
                     del y  # 05 sends it
                 measured = live.bytes()["activations"]
-            again = mode == "full" or (mode == "full:1" and s == 0)
-            assert again == ("positions" in str(mode) or again)
             assert measured == in_flight * one, (mode, s, m)
             predicted[s, m] = measured
             del graphs, batches
     if mode == "none":
-        logits = predicted[3, 8] - predicted[2, 8] // 2
-        assert predicted[0, 8] == 4 * predicted[2, 8] // 2 and logits > 4 * B * T * c.vocab
-        assert all(predicted[s, 2] <= 2 * predicted[2, 8] // 2 for s in range(3))
+        one = predicted[2, 8] // 2
+        assert predicted[0, 8] == 4 * one
+        lines = memory.kept_bytes(c, B, T, torch.float32)
+        assert predicted[3, 8] == one + lines["final norm"] + lines["logits"] + lines["loss"]
+        assert all(predicted[s, 2] == 2 * one for s in range(3))
 
 
-# --- recomputation ---------------------------------------------------------------------------------
+# --- recomputation ------------------------------------------------------------------------------
 
 
 def run(model, tokens, labels, **kwargs):
@@ -495,7 +501,8 @@ def test_recomputation_of_cut_replaced_and_missing_parts(mode):
         attention, h = model.layers["0"].self_attn, SMALL.head_dim
         for part, heads in ((attention.q_proj, 2), (attention.k_proj, 1), (attention.v_proj, 1)):
             part.weight = torch.nn.Parameter(part.weight[: heads * h].detach().clone())
-        attention.o_proj.weight = torch.nn.Parameter(attention.o_proj.weight[:, : 2 * h].detach().clone())
+        o_proj = attention.o_proj
+        o_proj.weight = torch.nn.Parameter(o_proj.weight[:, : 2 * h].detach().clone())
         attention.attend = lambda q, k, v, positions, documents=None: memory.attend(
             q * 1.5, k, v, positions, documents
         )
@@ -576,7 +583,7 @@ def test_as_few_layers_as_fit():
     assert memory.layers_to_recompute(c, 4, 8192, recipe, 10**6) is None
 
 
-# --- the optimizer ---------------------------------------------------------------------------------
+# --- the optimizer ------------------------------------------------------------------------------
 
 
 def test_adamw_equals_torch():
@@ -623,12 +630,11 @@ def test_without_the_master_copy_norms_never_move():
 def test_bf16_rounds_small_steps_away():
     w = torch.rand(1000).add(0.5).bfloat16()
     for sign in (1, -1):
-        assert torch.equal(w + sign * 0.999 * w.float() / 512, w.float() + sign * 0.999 * w.float() / 512)
         assert torch.equal((w.float() * (1 + sign * 0.999 / 512)).bfloat16(), w)
     assert not torch.equal((w.float() * (1 + 1.01 / 256)).bfloat16(), w)
 
 
-# --- FLOPs and hours -------------------------------------------------------------------------------
+# --- FLOPs and hours ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -641,6 +647,9 @@ def test_executed_flops_equal_the_counter(mode, seed):
     counted = memory.counted_flops(lambda: model.loss(model(tokens), labels).backward())
     assert counted == memory.executed_flops(c, B, T, mode)
     assert counted[0] > 0 and counted[1] > 0
+    if mode == "full":  # one more forward pass of the blocks
+        head = 6 * B * T * c.vocab * c.dim
+        assert 3 * (counted[0] - head) == 4 * (memory.executed_flops(c, B, T)[0] - head)
 
 
 def test_attention_against_unfused_products():
@@ -719,7 +728,8 @@ def test_gpu_hours():
     hours = memory.gpu_hours(6 * 7e9 * 140e9, memory.PEAKS["h100", "bf16"], 0.5)
     assert hours == pytest.approx(3300, rel=0.01)
     exact = memory.flops_per_token(LLAMA2_7B, 4096) * 140e9
-    assert memory.gpu_hours(exact, memory.PEAKS["h100", "bf16"], 0.5) == pytest.approx(3370, rel=1e-3)
+    hours = memory.gpu_hours(exact, memory.PEAKS["h100", "bf16"], 0.5)
+    assert hours == pytest.approx(3370, rel=1e-3)
 
 
 def test_seven_billion():
@@ -733,7 +743,28 @@ def test_seven_billion():
     assert round((ours["gradients"] - quoted["gradients"]) / 1e9, 1) == 13.5
 
 
-# --- the script ------------------------------------------------------------------------------------
+# --- published figures --------------------------------------------------------------------------
+
+
+def test_playbook_figures():
+    """Some rows of the playbook's figures, in GiB; tests/validate.py compares all 177."""
+    validate = import_module("validate")
+    for figure, panel, T, *published in (
+        ("memusage_activations", "Llama-3.1-8B none", 4096, 26.0259, 26.0259, 52.0518, 97.0156),
+        ("memory-recomputation", "1B recompute=full", 8192, 4.0426, 4.0426, 8.0852, 0.5156),
+        ("dp_ourjourney_memoryusage", "70B selective", 1024, 131.4141, 131.4141, 525.6562, 21.25),
+        ("zero3_memoryusage", "8B DP=8 ZeRO-2", 1024, 15, 1.875, 7.5, 4.25),
+        ("tp_sp_memoryusage", "70B TP=8+SP", 4096, 16.4375, 16.4375, 65.75, 10.625),
+        ("cp_8Bmemoryusage", "8B TP=2 CP=4", 65536, 7.4785, 7.4785, 29.9141, 44),
+        ("pp_memoryusage", "8B PP=8", 16384, 2.6035, 2.6035, 10.4141, 68),
+    ):
+        ours = [n / 2**30 for n in validate.playbook_row(figure, panel, T)]
+        assert ours == pytest.approx(published, abs=6e-5), (figure, panel)
+    assert validate.training_hours(None) == []
+    assert validate.seven_billion(None) == []
+
+
+# --- the script ---------------------------------------------------------------------------------
 
 
 def test_script():

@@ -8,13 +8,14 @@ import subprocess
 import sys
 import time
 from fractions import Fraction
+from functools import partial
 from importlib import import_module
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from conftest import ROOT, run_script
 
@@ -353,6 +354,35 @@ def test_deferred_weight_gradients_start_the_reduction_when_they_are_finished(ti
             # The first bucket holds the head: nothing starts in backward, all with the last job.
             # Tied, the head is the embedding, in the last bucket; the norm starts at once.
             assert backward == int(tied) and early == count > 2, order
+
+
+def recompute_worker():
+    results = []
+    for reentrant, deferred in itertools.product([False, True], repeat=2):
+        model, later = memory.build(CONFIG, dtype=F64), memory.Later()
+        for block in model.layers.values():
+            block.forward = partial(checkpoint, block.forward, use_reentrant=reentrant)
+        for module in model.modules():
+            if isinstance(module, memory.Linear) and deferred:
+                module.when = later
+        named = model.named_parameters()
+        buckets = dp.Buckets(named, dp_group(), 5000, on_finished=memory.on_finished)
+        batches = my_batches(6, 1)
+        N = dp.count_valid(batches, dist.group.WORLD)
+        buckets.start(3)
+        dp.accumulate_gradients(model, batches, N)
+        while later.jobs:
+            later.run()
+        early = len(buckets.running) == len(buckets.buckets) > 2
+        buckets.finish()
+        results.append((dp.worst_error(dp.gradients(model), dense(6)[0])[0], early))
+    return results
+
+
+@pytest.mark.full  # torch's checkpoint imports its compiler in every rank: 4 s
+def test_recomputed_layers():
+    for results in dp.launch(recompute_worker, 2, timeout=20):
+        assert len(results) == 4 and all(error < 1e-11 and early for error, early in results)
 
 
 def deferred_but_not_computed():

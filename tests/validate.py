@@ -1,0 +1,246 @@
+"""Formulas of this repository beside published data: python tests/validate.py [FACTS]
+
+FACTS is the folder with the collected figures; by default ../shared/facts beside the repository.
+Each chapter adds a section: a function of the folder that prints its comparison and returns what
+does not hold. The last line is `validate OK` or `validate FAIL: what`, with the exit code.
+"""
+
+import argparse
+import csv
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+memory = import_module("01_memory")
+GiB = 2**30
+
+
+def rows(facts, name):
+    path = facts / name
+    if not path.exists():
+        raise SystemExit(f"validate FAIL: {path} is missing; name the folder: validate.py FACTS")
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# --- 01: the playbook's memory figures, by its own formulas and by ours -------------------------
+
+LLAMA = {  # the shapes in the figures
+    "1B": memory.Config(128256, 2048, 16, 32, 8, 8192, tied=True),
+    "3B": memory.Config(128256, 3072, 28, 24, 8, 8192, tied=True),
+    "8B": memory.PRESETS["llama3-8b"],
+    "70B": memory.PRESETS["llama3-70b"],
+    "405B": memory.PRESETS["llama3-405b"],
+}
+
+
+def without_norms(c, vocab=None):
+    return memory.parameter_count(
+        memory.Config(**{**vars(c), "vocab": vocab or c.vocab})
+    ) - c.dim * (2 * c.layers + 1)
+
+
+def gpt_activations(c, T, recompute):
+    """Bytes of Korthikanti et al. 2022 for a GPT in half precision, with its dropout masks."""
+    per_block = {"none": 34 + 5 * c.heads * T / c.dim, "selective": 34, "full": 2}[recompute]
+    return c.layers * T * c.dim * per_block
+
+
+def playbook_row(figure, panel, T):
+    """(parameters, gradients, optimizer, activations) in bytes, as the playbook computed a bar."""
+    size = panel.split()[0].removeprefix("Llama-3.1-")
+    c = LLAMA[size]
+    if figure in ("memusage_activations", "memory-recomputation"):
+        # GPT-2's parameters (biases, LayerNorm, tied, positions learned), everything in fp32
+        D, L = c.dim, c.layers
+        N = D * c.vocab + L * (12 * D * D + 13 * D) + 2 * D + T * D
+        kind = panel.rpartition("=")[2] if "=" in panel else "none"
+        acts = gpt_activations(c, T, kind.lower()) + T * D  # and the embedding's dropout mask
+        return 4 * N, 4 * N, 8 * N, acts
+    old = figure in ("zero3_memoryusage", "tp_memoryusage", "tp_sp_memoryusage")
+    N = without_norms(c, 131072 if old else None)
+    states = [2 * N, 2 * N, 8 * N]  # no master copy
+    acts = gpt_activations(c, T, "full" if panel.endswith("full") else "selective")
+    table = c.vocab * c.dim
+    for axis in panel.replace('"w/SP"', "").replace("+SP", " +SP").split()[1:]:
+        name, _, n = axis.partition("=")
+        if name == "TP":
+            states = [s / int(n) for s in states]
+            if not panel.endswith("full"):
+                sp = "+SP" in panel  # the 5D figure says "w/SP" and computes without
+                acts *= (34 / int(n) if sp else 10 + 24 / int(n)) / 34
+        elif name == "PP":
+            ratio = ((N - 2 * table) / int(n) + table) / N
+            states = [s * ratio for s in states]
+        elif name == "CP":
+            acts /= int(n) ** (2 if figure.startswith("5D") else 1)  # the 5D figure divides by 64
+        elif name == "EP":
+            mlp = c.layers * 3 * c.dim * c.ffn
+            states = [s * (N - mlp + mlp / int(n)) / N for s in states]
+        elif name.startswith("ZeRO-"):
+            stage = int(name[-1])
+            states = [s / (8 if stage >= limit else 1) for s, limit in zip(states, (3, 2, 1))]
+    return *states, acts
+
+
+def playbook_figures(facts):
+    print("01: the playbook's memory figures by its own formulas (GiB)")
+    wrong, worst, names = [], {}, ("params", "grads", "optim", "activations")
+    table = rows(facts, "playbook_figure_memory.csv")
+    for row in table:
+        ours = playbook_row(row["figure"], row["panel"], int(row["seq"]))
+        for name, n in zip(names, ours):
+            published = float(row[f"{name}_GiB"])
+            off = abs(n / GiB - published)
+            worst[row["figure"]] = max(worst.get(row["figure"], 0), off)
+            # Four digits after the point; the 5D figure's were read from the height of bars.
+            if off > (0.001 * published + 0.001 if row["figure"].startswith("5D") else 6e-5):
+                wrong.append(f"{row['figure']} {row['panel']} {row['seq']} {name}")
+    for figure, off in worst.items():
+        count = sum(row["figure"] == figure for row in table)
+        print(f"  {figure.split('.')[0]:30}{count:4} rows   largest difference {off:.4f}")
+
+    print("\n  and what our Llama holds (bf16, fp32 master and gradients), nothing cut:")
+    print("            states: playbook  ours    activations: playbook none/sel.   ours none/sel.")
+    for size in ("8B", "70B", "405B"):
+        c, T = LLAMA[size], 4096
+        theirs = sum(playbook_row("dp_ourjourney_memoryusage", f"{size} selective", T)[:3])
+        states = sum(memory.state_bytes(c, memory.RECIPES["bf16"]).values())
+        acts = [gpt_activations(c, T, kind) / GiB for kind in ("none", "selective")]
+        kept = [
+            sum(memory.kept_bytes(c, 1, T, torch.bfloat16, kind).values()) / GiB
+            for kind in ("none", "selective")
+        ]
+        print(
+            f"  {size:5} 1 x {T}{theirs / GiB:11,.0f}{states / GiB:9,.0f}"
+            f"{acts[0]:23,.1f} {acts[1]:7,.1f}{kept[0]:12,.1f} {kept[1]:7,.1f}"
+        )
+    c = LLAMA["8B"]
+    gpt = c.dim * c.vocab + c.layers * (12 * c.dim**2 + 13 * c.dim) + 2 * c.dim
+    one = gpt_activations(c, 1024, "selective") / GiB
+    short = gpt / memory.parameter_count(c) - 1
+    no_sp = playbook_row("5D", '8B TP=8 "w/SP" selective', 1024)[3] / GiB
+    master = memory.state_bytes(c, memory.RECIPES["bf16"])["master copy"] / GiB
+    print(f"""
+  Errors in the figures:
+  - the GPT-2 count gives Llama-3.1-8B {gpt:,} parameters, {short:+.1%};
+  - 12 bytes a parameter in most: the fp32 master copy is missing, {master:.1f} GiB of 8B;
+  - scores of T x T and dropout masks are counted, which no fused attention or Llama keeps;
+    SwiGLU, GQA, logits and loss are not counted;
+  - norms are left out; zero3 and tp use a vocabulary of 131,072 instead of 128,256;
+  - 5D figure: "TP w/ SP" is computed without SP ({no_sp:.3f}, not {one / 8:.3f} GiB at 1,024);
+  - 5D figure: CP = 8 divides activations by 64 ({one / 64:.3f}, not {one / 8:.3f} GiB at 1,024).
+""")
+    return wrong
+
+
+def measured_slope(facts):
+    """GiB that one more sample of 4,096 tokens costs on a GPU, in the playbook's own runs."""
+    runs = [
+        r
+        for r in rows(facts, "playbook_runs.csv")
+        if (r["family"], r["status"], r["tp"], r["pp"], r["zero"]) == ("1B", "ok", "1", "1", "0")
+    ]
+    by_size = {}
+    for r in runs:
+        by_size.setdefault(int(r["mbs"]), []).append(float(r["mem_gib"]))
+    mean = {mbs: sum(gib) / len(gib) for mbs, gib in by_size.items()}
+    slope = mean[2] - mean[1]
+    c, n = memory.Config(131072, 2048, 16, 32, 32, 8192, tied=True), 4096
+    kept = sum(memory.kept_bytes(c, 1, n, torch.bfloat16).values()) / GiB
+    # The most that plain autograd adds, by 01's reasons for three functions: three fp32 tensors of
+    # the logits' size, two of the input's for each norm, silu(gate).
+    loss = n * c.vocab * 3 * 4 / GiB
+    norms = n * (2 * c.layers + 1) * c.dim * 2 * 4 / GiB
+    silu = n * c.layers * c.ffn * 2 / GiB
+    most = kept + loss + norms + silu
+    print("01: 1.34B, GiB for each sample of 4,096 tokens, TP = PP = 1")
+    print(f"  measured in {len(runs)} runs, micro-batch 2 - 1    {slope:6.2f}")
+    print(f"  34·s·h·L, the playbook           {gpt_activations(c, n, 'selective') / GiB:12.2f}")
+    print(f"  ours, which it cannot be below   {kept:12.2f}")
+    print(f"  with all that plain autograd adds{most:12.2f}\n")
+    return [] if kept < slope < most else ["slope of memory by micro-batch"]
+
+
+# --- 01: published training runs ----------------------------------------------------------------
+
+SMOLLM3 = memory.Config(128256, 2048, 36, 16, 4, 11008, tied=True, head_dim=128)
+RUNS = [  # name, config, tokens, T, published H100-hours, source
+    ("Llama 3.1 8B", LLAMA["8B"], 15e12, 8192, 1.46e6, "model card"),
+    ("Llama 3.1 70B", LLAMA["70B"], 15e12, 8192, 7.0e6, "model card"),
+    ("Llama 3.1 405B", LLAMA["405B"], 15.6e12, 8192, 30.84e6, "model card; MFU 38-43 %"),
+    ("SmolLM3 3B", SMOLLM3, 11.2e12, 4096, 384 * 24 * 24, "384 H100 for 24 days"),
+]
+
+
+def training_hours(facts):
+    peak, wrong = memory.PEAKS["h100", "bf16"], []
+    print("01: H100-hours of published training runs")
+    print(f"  {'':14}{'FLOPs':>10}{'6·N·D':>10}{'at 40 %':>12}{'published':>12}{'MFU then':>10}")
+    for name, c, tokens, T, published, source in RUNS:
+        flops, rough = memory.flops_per_token(c, T) * tokens, 6 * memory.parameter_count(c) * tokens
+        hours = memory.gpu_hours(flops, peak, 0.4)
+        mfu = memory.utilisation(flops, published * 3600, peak)
+        print(
+            f"  {name:14}{flops:10.2e}{rough:10.2e}{hours:12,.0f}{published:12,.0f}{mfu:10.1%}"
+            f"  {source}"
+        )
+        if not 0.1 < mfu < 0.5:
+            wrong.append(f"{name}: MFU {mfu:.1%}")
+    # The 405B report gives its FLOPs (3.8e25) and its MFU in pre-training: 38 to 43 %. The card's
+    # hours cover more than that (restarts, long context, annealing), so they are above ours.
+    c, tokens = LLAMA["405B"], 15.6e12
+    if abs(6 * memory.parameter_count(c) * tokens / 3.8e25 - 1) > 0.01:
+        wrong.append("6·N·D of Llama 3.1 405B")
+    flops = memory.flops_per_token(c, 8192) * tokens
+    least, most = (memory.gpu_hours(flops, peak, mfu) for mfu in (0.43, 0.38))
+    print(f"  405B at MFU 43 to 38 %: {least / 1e6:.1f} to {most / 1e6:.1f} of the 30.84 M hours")
+    if not 0.75 < least / 30.84e6 < most / 30.84e6 < 1:
+        wrong.append("hours of Llama 3.1 405B")
+    seven = memory.gpu_hours(6 * 7e9 * 140e9, peak, 0.5)
+    print(f"  7B, 140B tokens, 50 %: {seven:,.0f} (often quoted: about 3,300)")
+    smol = 6 * memory.parameter_count(memory.PRESETS["smollm-1.7b"]) * 11e12
+    print(f"  SmolLM2 1.7B, 11T tokens: {smol:.2e} FLOPs (its report: about 1e23)")
+    if abs(seven / 3300 - 1) > 0.01 or not 0.9 < smol / 1e23 < 1.2:
+        wrong.append("hours of 7B or FLOPs of SmolLM2")
+    return wrong
+
+
+def seven_billion(facts):
+    """An often quoted sum for a 7B model, exactly, and what it leaves out."""
+    c = memory.Config(vocab=32000, dim=4096, layers=32, heads=32, kv_heads=32, ffn=11008)
+    quoted = memory.state_bytes(c, memory.RECIPES["no-master"])
+    bf16 = memory.state_bytes(c, memory.RECIPES["bf16"])
+    kept = sum(memory.kept_bytes(c, 1, 4096, torch.bfloat16).values())
+    parts = [quoted["parameters"], quoted["gradients"], quoted["moments"], kept]
+    peak = max(memory.peak_bytes(c, 1, 4096, memory.RECIPES["bf16"]).values())
+    more = bf16["gradients"] - quoted["gradients"]
+    print("\n01: Llama-2 7B, 1 x 4,096, GB")
+    print("  often quoted  14 + 14 + 56 + about 30 = about 114")
+    print(f"  exactly       {' + '.join(f'{n / 1e9:.1f}' for n in parts)} = {sum(parts) / 1e9:.1f}")
+    master = bf16["master copy"] / 1e9
+    print(f"  left out      fp32 master copy {master:.1f}, fp32 gradients {more / 1e9:.1f}")
+    print(f"  with both, the fullest instant of a step: {peak / 1e9:.1f}")
+    # 14 + 14 + 56 is 12 bytes for each of 7.0e9 parameters
+    return [] if abs(sum(parts[:3]) / 1e9 / 84 - 1) < 0.05 else ["states of 7B"]
+
+
+SECTIONS = [playbook_figures, measured_slope, training_hours, seven_billion]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("facts", nargs="?", type=Path, default=ROOT.parent / "shared" / "facts")
+    facts = parser.parse_args().facts
+    wrong = [problem for section in SECTIONS for problem in section(facts)]
+    shown = "; ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+    print(f"\nvalidate FAIL: {shown}" if wrong else "\nvalidate OK")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
