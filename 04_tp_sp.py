@@ -241,6 +241,17 @@ def cut(model, group, sequence=True):
         )
 
 
+def whole_tensor(name, mine, shape, group, kv_heads):
+    """The tensor of this shape that own_part has cut, put together again on every rank."""
+    dim = cut_dimension(name)
+    if dim is None:
+        return mine
+    tensors = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(tensors, mine.contiguous(), group=group)
+    alike = group.size() // parts(name, group.size(), kv_heads)
+    return torch.cat(tensors[::alike], dim).narrow(dim, 0, shape[dim])  # without the padding
+
+
 # --- 3. Keep the shard ------------------------------------------------------------------------
 #
 # q, k and v need the whole (B, T, D) input twice: forward, and backward for their weight gradients.
@@ -417,7 +428,7 @@ def pass_on(x, group):
 
 
 def ring_gather(x, group):
-    """(rank, its x) for every rank, this one first. While the caller works, the next one travels."""
+    """(rank, its x) for every rank, this one first. While the caller works, the next travels."""
     n, me, piece = group.size(), group.rank(), x.contiguous()
     for step in range(n):
         wait = pass_on(piece, group) if step < n - 1 else None
@@ -525,32 +536,33 @@ def held(c, B, T, dtype, tp, sequence=True, kinds=None):
     }
 
 
-def sent(c, B, T, dtype, tp, sequence=True, kinds=None, grad=4):
-    """What a rank sends over tp for a micro-batch and its step: {collective: (calls, bytes)}.
+def sent(c, B, T, dtype, tp, sequence=True, kinds=None):
+    """What a rank sends over tp for a micro-batch: {collective: (calls, bytes)}.
 
     A layer that is fully recomputed enters twice and leaves once again: its last sum isn't needed.
-    `grad` is the size of a gradient's element. Shared kv heads are apart: sent_sharing.
     """
     e, w, n = dtype.itemsize, at_least_fp32(dtype).itemsize, B * T
-    again = (kinds or []).count("full")
-    pairs, x = 2 * c.layers + 1, Fraction((tp - 1) * n * c.dim * e, tp)
-    reduced = {"loss": (2, 3 * n * w)}
-    if sequence:
-        reduced["norms"] = (pairs, pairs * c.dim * grad)
-        gathers, scatters = 3 * pairs + 2 * again, 2 * pairs + again
-        result = {"all_gather": (gathers, gathers * x), "reduce_scatter": (scatters, scatters * x)}
-    else:
-        reduced["activations"] = (2 * pairs + again, (2 * pairs + again) * n * c.dim * e)
-        result = {}
-    calls, size = map(sum, zip(*reduced.values()))
-    return result | {"all_reduce": (calls, Fraction(2 * (tp - 1) * size, tp))}
+    again, pairs = (kinds or []).count("full"), 2 * c.layers + 1
+    x, loss = (Fraction((tp - 1) * size, tp) for size in (n * c.dim * e, 3 * n * w))
+    if not sequence:
+        calls = 2 * pairs + again
+        return {"all_reduce": (calls + 2, 2 * (calls * x + loss))}
+    gathers, scatters = 3 * pairs + 2 * again, 2 * pairs + again
+    return {
+        "all_gather": (gathers, gathers * x),
+        "reduce_scatter": (scatters, scatters * x),
+        "all_reduce": (2, 2 * loss),
+    }
 
 
-def sent_sharing(c, tp, grad=4):
-    """(calls, bytes) a rank sends to those that hold the same kv head."""
-    share = max(tp // c.kv_heads, 1)
-    size = 2 * c.layers * c.dim * c.head_dim * grad
-    return (2 * c.layers, Fraction(2 * (share - 1) * size, share)) if share > 1 else (0, 0)
+def sent_partial(c, tp, sequence=True, grad=4):
+    """(calls, bytes) of sum_partial_gradients over tp, and over the ranks that share a kv head."""
+    norms = (2 * c.layers + 1) if sequence else 0
+    kv, share = 2 * c.layers if tp > c.kv_heads else 0, max(tp // c.kv_heads, 1)
+    return (
+        (norms, Fraction(2 * (tp - 1) * norms * c.dim * grad, tp)),
+        (kv, Fraction(2 * (share - 1) * kv * c.dim * c.head_dim * grad, share)),
+    )
 
 
 def transfer_to_compute(outputs, tp, flops, bandwidth, element):
@@ -647,7 +659,7 @@ def compare(form, sequence, mode, config, tokens, labels, dense, groups):
     formula = [
         held_parameters(config, tp) * size,
         sum(held(*shape).values()),
-        *totals([*sent(*shape, grad=size).values(), sent_sharing(config, tp, size)]),
+        *totals([*sent(*shape).values(), *sent_partial(config, tp, sequence, size)]),
     ]
     failures = []
     if not error < 1e-11:

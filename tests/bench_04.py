@@ -1,7 +1,7 @@
 """Rows of tests/bench.py for 04: TP + SP with the vocab-parallel loss against PyTorch's own.
 
-Theirs is the same Llama from nn.Linear, nn.RMSNorm and scaled_dot_product_attention (the classes that
-parallelize_module cuts), with torch's plan for sequence parallelism and loss_parallel.
+Theirs is the same Llama from nn.Linear, nn.RMSNorm and scaled_dot_product_attention (the classes
+that parallelize_module cuts), with torch's plan for sequence parallelism and loss_parallel.
 python tests/bench_04.py [--pairs N]
 """
 

@@ -364,9 +364,11 @@ def bytes_worker():
             loss.backward()
             tp.sum_partial_gradients(model, group, sharing, sequence)
         measured = {key: (wire.calls[key], wire.bytes[key]) for key in wire.calls}
-        formula = {("tp", k): v for k, v in tp.sent(c, B, T, dtype, n, sequence, kinds, grad).items()}
+        formula = {("tp", k): v for k, v in tp.sent(c, B, T, dtype, n, sequence, kinds).items()}
+        norms, kv = tp.sent_partial(c, n, sequence, grad)
+        formula["tp", "all_reduce"] = tuple(map(sum, zip(formula["tp", "all_reduce"], norms)))
         if sharing:
-            formula["sharing", "all_reduce"] = tp.sent_sharing(c, n, grad)
+            formula["sharing", "all_reduce"] = kv
         parameters = tp.held_parameters(c, n) * dtype.itemsize
         activations = sum(tp.held(c, B, T, dtype, n, sequence, kinds).values())
         results.append((measured, formula, kept, parameters, activations))
@@ -410,14 +412,16 @@ def test_tp_and_sp_send_the_same_and_the_second_gather_a_quarter_more():
     c = config(dim=4096, layers=8)
     without = tp.sent(c, 1, 4096, BF16, 4, sequence=False)
     sp = tp.sent(c, 1, 4096, BF16, 4)
-    small = tp.sent(config(dim=0, layers=8), 1, 4096, BF16, 4, sequence=False)["all_reduce"][1]
-    activations = without["all_reduce"][1] - small
+    activations = without["all_reduce"][1] - sp["all_reduce"][1]  # both have the loss's
     again = sp["all_gather"][1] / 3
     assert sp["all_gather"][1] + sp["reduce_scatter"][1] - again == activations
     assert again * 4 == activations
-    # the norms' gradients are all that SP adds beside
-    norms = sp["all_reduce"][1] - small
-    assert norms == 2 * 3 * 17 * 4096 * 4 / 4
+    # forward, a block: 2 all-reduce of 2·3/4 of B·T·D, or 2 gathers and 2 scatters of 3/4 of it
+    fewer = tp.sent(config(dim=4096, layers=7), 1, 4096, BF16, 4, sequence=False)
+    block = 4096 * 4096 * 2 * 3 // 4
+    assert without["all_reduce"][1] - fewer["all_reduce"][1] == 2 * 2 * 2 * block
+    assert tp.sent_partial(c, 4)[0] == (17, 17 * 4096 * 4 * 3 // 2)
+    assert tp.sent_partial(c, 4, sequence=False) == ((0, 0), (0, 0))
 
 
 def test_parameters_of_one_rank():
@@ -542,7 +546,7 @@ def powers_worker():
     for p in model.parameters():
         p.grad = torch.full_like(p, 2.0 ** group.rank())
     tp.sum_partial_gradients(model, group, sharing)
-    return {name: (p.grad.min().item(), p.grad.max().item()) for name, p in model.named_parameters()}
+    return {name: p.grad.aminmax() for name, p in model.named_parameters()}
 
 
 def test_gradients_are_summed_over_the_ranks_that_hold_the_parameter():
@@ -668,7 +672,7 @@ def names_worker():
     same = identities == {name: id(p) for name, p in model.named_parameters()}
     tied = model.lm_head.weight is model.embed_tokens.weight
     held = sum(p.numel() for p in model.parameters())
-    storages = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in model.parameters()}
+    storages = {p.untyped_storage() for p in model.parameters()}
     before = {name: p.shape for name, p in model.named_parameters()}
     # a loader gives each rank its own part, and nothing of the model changes but the values
     state = {k: torch.zeros_like(v) for k, v in model.state_dict().items()}
@@ -679,29 +683,32 @@ def names_worker():
     logits = model(tokens)[..., : min(max(10 - 3 * group.rank(), 0), 3)].detach()
     parts = everyone(logits.tolist())
     whole = torch.cat([torch.tensor(part, dtype=F64) for part in parts if part], -1)
-    pieces = {name: everyone((p.tolist(), tp.box(name, dense.get_parameter(name).shape, group.rank(),
-                                                 4, 2))) for name, p in model.named_parameters()}  # fmt: skip
-    rebuilt = {}
-    for name, ranks in pieces.items():
-        rebuilt[name] = torch.full_like(dense.get_parameter(name), float("nan")).detach()
-        for values, ranges in ranks:
-            place = tuple(slice(*r) for r in ranges)
-            size = tuple(slice(stop - start) for start, stop in ranges)
-            rebuilt[name][place] = torch.tensor(values, dtype=F64)[size]
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    expected = {name: p.detach() for name, p in dense.named_parameters()}
+    rebuilt = {
+        name: tp.whole_tensor(name, w, expected[name].shape, group, c.kv_heads)
+        for name, w in weights.items()
+    }
+    boxes = []
+    for name, w in weights.items():
+        sides = tp.box(name, expected[name].shape, group.rank(), 4, c.kv_heads)
+        theirs = expected[name][tuple(slice(*side) for side in sides)]
+        boxes.append(torch.equal(theirs, w[tuple(slice(b - a) for a, b in sides)]))
     return dict(
         same=same,
         tied=tied,
         unchanged=unchanged,
-        freed=sum(storages.values()) == held * 8,
+        freed=sum(storage.nbytes() for storage in storages) == held * 8,
         count=held == tp.held_parameters(c, 4),
         logits=dp.relative_error(whole, dense(tokens).detach()) < 1e-12,
-        initial=dp.worst_error(rebuilt, {n: p.detach() for n, p in dense.named_parameters()})[0] == 0,
+        initial=dp.worst_error(rebuilt, expected)[0] == 0 and len(rebuilt) == 20,
+        boxes=all(boxes) and len(boxes) == 20,
     )
 
 
 def test_names_identity_ties_and_values_survive_the_cut():
     for facts in dp.launch(names_worker, 4, timeout=20):
-        assert len(facts) == 7 and [name for name, right in facts.items() if not right] == []
+        assert len(facts) == 8 and [name for name, right in facts.items() if not right] == []
 
 
 @pytest.mark.parametrize(
