@@ -210,14 +210,16 @@ def zero_groups(args, groups):
 
 
 def make_groups(args, sizes):
-    """This rank's process group for every axis, and "control": the whole world, for a few numbers.
+    """This rank's process group for every axis, and two for a few numbers a step.
 
+    "tokens" is the ranks that together see every token once, "control" the whole world.
     Every rank creates every group, in the same order. Axes that have the same ranks still get
     groups of their own, or the wire meter could not tell their bytes apart.
     """
     wait = timedelta(seconds=args.timeout)  # a subgroup waits 30 minutes by default
     axes, mine = mesh(sizes, *dict.fromkeys(shard for _, shard, _ in SYNC)), {}
-    axes = {**axes, **zero_groups(args, axes), "control": [list(range(dist.get_world_size()))]}
+    axes = {**axes, **zero_groups(args, axes), "tokens": axes["dp·cp"]}
+    axes["control"] = [list(range(dist.get_world_size()))]
     for axis, groups in axes.items():
         for ranks in groups:
             group = dist.new_group(ranks, timeout=wait, group_desc=axis)
@@ -330,7 +332,7 @@ def train_step(model, optimizer, groups, batches, positions, lr, record=None):
     anything.
     record, a list, receives this rank's shards of the summed gradients before clipping.
     """
-    N = dp.count_valid(batches, groups["control"])
+    N = dp.count_valid(batches, groups["tokens"])
     optimizer.begin(len(batches))
     loss = dp.accumulate_gradients(model, batches, N, positions)
     optimizer.sum_gradients()  # forget
@@ -375,8 +377,10 @@ def sent(args, optimizer, groups):
         for collective, (calls, nbytes) in layer.items():
             times = c.layers * micro_batches
             costs["cp", collective] = times * calls, times * nbytes
-    control = [8, 16]  # the valid tokens in int64; the loss and the squared norm in float64
-    return costs | {("control", "all_reduce"): dp.sent(control, size["control"])}
+    # Control: the valid tokens in int64; the loss and the squared norm in float64.
+    costs["tokens", "all_reduce"] = dp.sent([8], size["tokens"])
+    costs["control", "all_reduce"] = dp.sent([16], size["control"])
+    return costs
 
 
 def wire_table(wire, args, optimizer, groups):
