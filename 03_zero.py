@@ -421,17 +421,21 @@ class Optimizer:
     def state(self, boxes=None):
         """Everything this rank keeps, as pieces of the model's tensors: what a checkpoint holds.
 
-        boxes {name: (shape of the whole tensor, box)} for what was cut before ZeRO came.
+        boxes {name: (shape of the whole tensor, box)} for what was cut before ZeRO came. What this
+        rank has beyond its box is padding (04's vocabulary), and in no checkpoint.
         """
         for flat in self.flats:
             first_copy = all(dist.get_rank(group) == 0 for group in flat.same)
             for name, (start, stop, weight) in flat.pieces(flat.master).items():
                 shape = tuple(flat.parameters[name].shape)
                 shape, box = (boxes or {}).get(name, (shape, tuple((0, size) for size in shape)))
+                stop = max(min(stop, math.prod(high - low for low, high in box)), start)
+                weight = weight[: stop - start]
                 yield Piece(name, "weight", shape, box, start, stop, weight, first_copy)
                 for kind, t in self.inner.state.get(self.weights.get(name), {}).items():
                     if t.dim():
-                        yield Piece(name, kind, shape, box, start, stop, t, first_copy)
+                        moment = t[: stop - start]
+                        yield Piece(name, kind, shape, box, start, stop, moment, first_copy)
                     else:  # one number for the parameter, as AdamW's count of steps
                         owned = first_copy and start == 0 and all(low == 0 for low, _ in box)
                         yield Piece(name, kind, (), (), 0, 1, t.reshape(1), owned)

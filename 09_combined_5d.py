@@ -5,7 +5,8 @@ Idea      Each chapter changes one thing about the model of 01 or about how its 
           Put together in the right order they make a training loop that computes exactly what one
           device would compute, and --check proves it: loss, every gradient, every weight.
 Picture   the order of composition, which is the lesson (see compose below):
-          mesh ─ model of this stage ─ attention (07) ─ optimizer on shards (03) ─ training steps
+          mesh ─ model of this stage ─ attention (07) ─ tensor cuts (04)
+          ─ optimizer on shards (03) ─ training steps
 Cost      the sum of the chapters' costs, and three control numbers a step (valid tokens, loss,
           gradient norm); the table at the end shows measured bytes beside the formulas.
 Forget    the sum of the gradients over dp. Every rank then trains its own model on its own data:
@@ -35,6 +36,7 @@ import torch.distributed as dist
 memory = import_module("01_memory")  # the model
 dp = import_module("02_dp")  # ranks, samples, data parallelism
 zero = import_module("03_zero")  # the optimizer on shards, checkpoints
+tp = import_module("04_tp_sp")  # tensor and sequence parallelism
 cp = import_module("07_cp_ring")  # context parallelism
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -50,6 +52,7 @@ def parse(argv=None):
     p.add_argument("--model", default="tiny", help=", ".join(memory.PRESETS))
     p.add_argument("--dp", type=int, default=1, help="data-parallel degree")
     p.add_argument("--cp", type=int, default=1, help="context-parallel degree")
+    p.add_argument("--tp", type=int, default=1, help="tensor-parallel degree, with its sequence")
     p.add_argument("--cp-kind", default="ring", help=", ".join(cp.KINDS))
     p.add_argument("--zero", type=int, default=0, help="ZeRO stage, 0 to 3")
     p.add_argument("--hybrid", type=int, default=0, metavar="N",
@@ -81,7 +84,7 @@ def parse(argv=None):
 
 def layout(args):
     """Degrees by axis, outermost first: neighbouring ranks differ in the last one."""
-    return {"dp": args.dp, "cp": args.cp}
+    return {"dp": args.dp, "cp": args.cp, "tp": args.tp}
 
 
 def violations(args, world):
@@ -104,7 +107,7 @@ def violations(args, world):
         divisors = [str(n) for n in range(1, args.dp * args.cp + 1) if args.dp * args.cp % n == 0]
         wrong.append(f"--hybrid {args.hybrid}: with --zero 1 to 3, a divisor of dp x cp ="
                      f" {args.dp * args.cp}: {', '.join(divisors)}")  # fmt: skip
-    counts = ["dp", "cp", "batch", "micro_batch", "seq", "steps"]
+    counts = ["dp", "cp", "tp", "batch", "micro_batch", "seq", "steps"]
     for name in counts:
         if getattr(args, name) < 1:
             wrong.append(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
@@ -129,6 +132,9 @@ def violations(args, world):
         wrong.append(f"--rank {args.rank}: from 0 to {world - 1}")
     if all(getattr(args, name) > 0 for name in counts):
         wrong += _batch_violations(args) + _sequence_violations(args)
+        if args.model in memory.PRESETS:
+            c = memory.PRESETS[args.model]
+            wrong += [f"{args.model}: {rule}" for rule in tp.misfits(c, args.tp)]
     if not args.dry_run and args.seq > 0:
         wrong += _data_violations(args)
     return wrong
@@ -147,19 +153,22 @@ def _batch_violations(args):
 
 
 def _sequence_violations(args):
-    """What context parallelism asks of the sequence, and Ulysses of the heads."""
+    """What context and sequence parallelism ask of the sequence, and Ulysses of the heads."""
     wrong, n = [], args.cp
-    if n > 1 and args.seq % (2 * n):
-        near = " or ".join(map(str, cp.nearest_lengths(args.seq, n)))
-        wrong.append(f"--seq {args.seq} is not a multiple of 2 x cp {n} = {2 * n}: the nearest are"
-                     f" {near}")  # fmt: skip
+    factors = [2, f"cp {n}"] * (n > 1) + [f"tp {args.tp}"] * (args.tp > 1)
+    unit = (2 * n if n > 1 else 1) * args.tp
+    if args.seq % unit:
+        below = args.seq // unit * unit
+        near = " or ".join(str(T) for T in (below, below + unit) if T)
+        product = " x ".join(map(str, factors)) + (f" = {unit}" if len(factors) > 1 else "")
+        wrong.append(f"--seq {args.seq} is not a multiple of {product}: the nearest are {near}")
     if args.cp_kind == "ulysses" and args.model in memory.PRESETS:
-        heads = memory.PRESETS[args.model].heads
+        heads = max(memory.PRESETS[args.model].heads // args.tp, 1)
         near = [d for d in range(1, heads + 1) if heads % d == 0]
         if heads % n:
             near = sorted(sorted(near, key=lambda d: abs(d - n))[:2])
             wrong.append(f"--cp {n} does not divide the {heads} heads of {args.model}, as ulysses"
-                         f" needs: the nearest are {near[0]} or {near[1]}")  # fmt: skip
+                         f" needs: the nearest are {' or '.join(map(str, near))}")  # fmt: skip
     return wrong
 
 
@@ -209,15 +218,24 @@ def zero_groups(args, groups):
     return extra
 
 
-def make_groups(args, sizes):
-    """This rank's process group for every axis, and "control": the whole world, for a few numbers.
+def sharing_ranks(args):
+    """On how many neighbours of a tp group each kv head lies: more than 1 if tp > kv heads."""
+    return max(args.tp // memory.PRESETS[args.model].kv_heads, 1)
 
+
+def make_groups(args, sizes):
+    """This rank's process group for every axis, and two for a few numbers a step.
+
+    "tokens" is the ranks that together see every token once, "control" the whole world.
     Every rank creates every group, in the same order. Axes that have the same ranks still get
     groups of their own, or the wire meter could not tell their bytes apart.
     """
     wait = timedelta(seconds=args.timeout)  # a subgroup waits 30 minutes by default
     axes, mine = mesh(sizes, *dict.fromkeys(shard for _, shard, _ in SYNC)), {}
-    axes = {**axes, **zero_groups(args, axes), "control": [list(range(dist.get_world_size()))]}
+    axes = {**axes, **zero_groups(args, axes), "tokens": axes["dp·cp"]}
+    axes["control"], n = [list(range(dist.get_world_size()))], sharing_ranks(args)
+    if n > 1:
+        axes["sharing"] = [g[i : i + n] for g in axes["tp"] for i in range(0, len(g), n)]
     for axis, groups in axes.items():
         for ranks in groups:
             group = dist.new_group(ranks, timeout=wait, group_desc=axis)
@@ -233,8 +251,10 @@ def make_groups(args, sizes):
 
 SYNC = [  # parameters, shard, same
     (r"(embed_tokens|lm_head)\.weight", "dp·cp", ()),
-    (r"layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight", "dp·cp", ()),
-    (r"(norm|layers\.\d+\.(input|post_attention)_layernorm)\.weight", "dp·cp", ()),
+    (r"layers\.\d+\.(self_attn\.[qo]_proj|mlp\.(gate|up|down)_proj)\.weight", "dp·cp", ()),
+    # "sharing" is the ranks that hold the same kv head, where there are fewer heads than tp ranks.
+    (r"layers\.\d+\.self_attn\.[kv]_proj\.weight", "dp·cp", ("sharing",)),
+    (r"(norm|layers\.\d+\.(input|post_attention)_layernorm)\.weight", "dp·cp", ("tp",)),
 ]
 
 
@@ -254,8 +274,9 @@ def sync_rows(names, table=SYNC):
 
 def placement(args, names):
     """{name: (the group that ZeRO cuts a parameter over, or None, the groups that hold the same)}"""
-    result = {}
+    result, sizes = {}, layout(args) | {"sharing": sharing_ranks(args)}
     for row, (_, axis, same) in zip(sync_rows(names), SYNC):
+        same = tuple(name for name in same if sizes[name] > 1)
         cut, rest = axis, ()
         if args.zero == 0:
             cut, rest = None, (axis,)
@@ -273,6 +294,8 @@ def compose(args, groups, device):
     model = memory.build(memory.PRESETS[args.model], args.seed, DTYPES[args.dtype], device)  # 01
     if args.cp > 1:
         cp.use(model, groups["cp"], args.cp_kind)  # 07
+    if args.tp > 1:
+        tp.cut(model, groups["tp"])  # 04
     units = zero.llama_units(model)
     cuts = {
         name: (cut and groups[cut], tuple(groups[axis] for axis in same))
@@ -307,7 +330,10 @@ def learning_rate(step, args):
 
 
 def my_batches(args, groups, sample, step, device):
-    """This rank's micro-batches: samples by its dp coordinate, a part of each by its cp one."""
+    """This rank's micro-batches: samples by its dp coordinate, a part of each by its cp one.
+
+    The ranks of a tp group have the same: the vocabulary is cut over them, not the text.
+    """
     numbers = dp.my_samples(step, args.batch, dist.get_rank(groups["dp"]), args.dp)
     rank = dist.get_rank(groups["cp"])
     return [
@@ -330,14 +356,15 @@ def train_step(model, optimizer, groups, batches, positions, lr, record=None):
     anything.
     record, a list, receives this rank's shards of the summed gradients before clipping.
     """
-    N = dp.count_valid(batches, groups["control"])
+    N = dp.count_valid(batches, groups["tokens"])
     optimizer.begin(len(batches))
     loss = dp.accumulate_gradients(model, batches, N, positions)
     optimizer.sum_gradients()  # forget
     if record is not None:
         record.extend(flat.grad.clone() for flat in optimizer.flats)
 
-    stats = torch.stack([loss.double(), optimizer.squares()])
+    copies = dist.get_world_size(groups["tp"])  # each of its ranks has the loss of all its tokens
+    stats = torch.stack([loss.double() / copies, optimizer.squares()])
     dist.all_reduce(stats, group=groups["control"])
     norm = stats[1].sqrt()
     skip = 1 - torch.isfinite(stats).all().float()
@@ -366,17 +393,27 @@ def sent(args, optimizer, groups):
             *(((axis, "all_reduce"), dp.sent(shards, size[axis])) for axis in same),
         ]:
             costs[key] = tuple(map(sum, zip(costs.get(key, (0, 0)), cost)))
+    for key, (calls, nbytes) in activations_sent(args).items():
+        more = micro_batches * calls, micro_batches * nbytes
+        costs[key] = tuple(map(sum, zip(costs.get(key, (0, 0)), more)))
+    # Control: the valid tokens in int64; the loss and the squared norm in float64.
+    costs["tokens", "all_reduce"] = dp.sent([8], size["tokens"])
+    costs["control", "all_reduce"] = dp.sent([16], size["control"])
+    return costs
+
+
+def activations_sent(args):
+    """The same for a micro-batch, forward and backward: attention over cp, matrices over tp."""
+    c, dtype, B, costs = memory.PRESETS[args.model], DTYPES[args.dtype], args.micro_batch, {}
     if args.cp > 1:
-        c = memory.PRESETS[args.model]
-        heads = c.heads, c.kv_heads, c.head_dim
-        layer = cp.sent(
-            args.cp_kind, args.micro_batch, args.seq, *heads, args.cp, DTYPES[args.dtype]
-        )
+        heads = c.heads // args.tp, max(c.kv_heads // args.tp, 1), c.head_dim
+        layer = cp.sent(args.cp_kind, B, args.seq, *heads, args.cp, dtype)
         for collective, (calls, nbytes) in layer.items():
-            times = c.layers * micro_batches
-            costs["cp", collective] = times * calls, times * nbytes
-    control = [8, 16]  # the valid tokens in int64; the loss and the squared norm in float64
-    return costs | {("control", "all_reduce"): dp.sent(control, size["control"])}
+            costs["cp", collective] = c.layers * calls, c.layers * nbytes
+    if args.tp > 1:
+        for collective, cost in tp.sent(c, B, args.seq // args.cp, dtype, args.tp).items():
+            costs["tp", collective] = cost
+    return costs
 
 
 def wire_table(wire, args, optimizer, groups):
@@ -483,18 +520,41 @@ class Check:
         return failures
 
 
-def replicas_differ(weights):
-    """The names of weights that are not bit for bit the same on all ranks."""
+def boxes(args, groups):
+    """What tensor parallelism left on this rank: {name: (shape of the whole tensor, box)}."""
+    c, rank = memory.PRESETS[args.model], dist.get_rank(groups["tp"])
+    with torch.device("meta"):
+        whole = memory.Llama(c)
+    return {
+        name: (tuple(p.shape), tuple(tp.box(name, p.shape, rank, args.tp, c.kv_heads)))
+        for name, p in whole.named_parameters()
+    }
+
+
+def whole_tensors(args, tensors, groups):
+    """The tensors by name as one device has them, from the parts of all ranks of tp."""
+    heads, shapes = memory.PRESETS[args.model].kv_heads, boxes(args, groups)
+    return {
+        name: tp.whole_tensor(name, t, shapes[name][0], groups["tp"], heads)
+        for name, t in tensors.items()
+    }
+
+
+def replicas_differ(weights, boxes):
+    """The names of weights that are not bit for bit the same on all ranks that hold this part."""
     mine = {
-        name: zlib.crc32(p.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        for name, p in weights.items()
+        (name, boxes[name]): zlib.crc32(w.detach().cpu().contiguous().view(torch.uint8).numpy())
+        for name, w in weights.items()
     }
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    return [name for name in mine if len({rank[name] for rank in everyone}) > 1]
+    sums = {}
+    for key, crc in (item for rank in everyone for item in rank.items()):
+        sums.setdefault(key, set()).add(crc)
+    return sorted({name for (name, _), different in sums.items() if len(different) > 1})
 
 
-def whole_weights(args, model, optimizer):
+def own_weights(args, model, optimizer):
     """The weights by name: the model's own, or, where ZeRO-3 cut them, gathered by all ranks."""
     if args.zero < 3:
         return dict(model.named_parameters())
@@ -534,7 +594,8 @@ def resume(args, optimizer, groups, facts):
     saved = zero.read_index(folder)["facts"]
     if other := [f"{k} {facts[k]}, not {saved[k]}" for k in facts if facts[k] != saved[k]]:
         raise zero.CheckpointError(f"{folder} is of another run: {', '.join(other)}")
-    step = zero.restore(folder, optimizer, groups["control"], dp.log)["step"]
+    index = zero.restore(folder, optimizer, groups["control"], dp.log, boxes(args, groups))
+    step = index["step"]
     dp.log(f"resumed from {folder}: {step} steps done\n")
     return step
 
@@ -543,7 +604,8 @@ def save(args, step, optimizer, groups, facts):
     """Write a checkpoint of `step` steps. If that fails, training goes on; returns the failures."""
     begin = time.perf_counter()
     try:
-        size = zero.save(args.ckpt, step, optimizer.state(), facts, groups["control"])
+        pieces = optimizer.state(boxes(args, groups))
+        size = zero.save(args.ckpt, step, pieces, facts, groups["control"])
     except zero.CheckpointError as error:
         dp.log(f"checkpoint of step {step} not written ({error}); the one before it stands")
         return [f"checkpoint of step {step}: {error}"]
@@ -581,7 +643,8 @@ def train(args):
         speed = args.batch * args.seq / (time.perf_counter() - begin)
         expected = "-"
         if step < check.steps:  # whole tensors take all ranks
-            gradients, weights = optimizer.gathered(gradients), whole_weights(args, model, optimizer)
+            gradients = whole_tensors(args, optimizer.gathered(gradients), groups)
+            weights = whole_tensors(args, own_weights(args, model, optimizer), groups)
             if check.active:
                 expected = f"{check.note(step, loss, norm, gradients, weights):.6f}"
         used = mfu(args, device, speed)
@@ -596,7 +659,7 @@ def train(args):
             unsaved = save(args, done, optimizer, groups, run)
 
     failures = report(args, model, optimizer, groups, wire, check) if first < args.steps else []
-    show_text(args, model, tokens, device)
+    show_text(args, model, groups, tokens, device)
     return dp.verdict("09_combined_5d", failures + unsaved)
 
 
@@ -613,7 +676,7 @@ def describe(args, model, sizes):
     world = dist.get_world_size()
     axes = " · ".join(f"{axis} {n}" for axis, n in sizes.items())
     dp.header("09 combined 5D", f"world {world} = {axes}", f"   {args.dtype}")
-    count = sum(p.numel() for p in model.parameters())
+    count = memory.parameter_count(memory.PRESETS[args.model])
     steps = args.batch // args.dp // args.micro_batch
     dp.log(f"{args.model}   {count:,} parameters   {args.batch} x {args.seq} tokens ="
            f" dp {args.dp} x {steps} x {args.micro_batch} sequences\n")  # fmt: skip
@@ -637,23 +700,23 @@ def report(args, model, optimizer, groups, wire, check):
     if args.check:
         dp.log()
         failures = check.report() + failures  # parameters first: they say more
-        differing = replicas_differ(whole_weights(args, model, optimizer))
+        differing = replicas_differ(own_weights(args, model, optimizer), boxes(args, groups))
         dp.log(f"replicas: {len(differing)} weights differ between ranks")
         failures += [f"{name} differs between ranks" for name in differing]
     return failures
 
 
 @torch.no_grad()
-def show_text(args, model, tokens, device, length=160):
+def show_text(args, model, groups, tokens, device, length=160):
     """A few tokens from the trained model, sampled after the first words of the data."""
-    if args.zero < 3 and dist.get_rank() != 0:
-        return  # at stage 3 a forward pass gathers, which takes all ranks
+    if args.zero < 3 and dist.get_rank() >= args.tp:
+        return  # one tp group writes; at stage 3 a forward pass gathers, which takes all ranks
     for layer in model.layers.values():
         layer.self_attn.attend = memory.attend  # the whole sequence on every rank
     generator = torch.Generator(device).manual_seed(args.seed)
     ids = torch.from_numpy(tokens[:16].astype("int64")).to(device)[None]  # (1, T)
     for _ in range(length):
-        logits = model(ids[:, -args.seq :])[0, -1].float()
+        logits = next_logits(args, model, groups, ids[:, -args.seq :])
         drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)
         ids = torch.cat((ids, drawn[None]), 1)
     ids = ids[0].tolist()
@@ -662,6 +725,15 @@ def show_text(args, model, tokens, device, length=160):
         text = "".join(chr(i) if 32 <= i < 127 or i == 10 else "?" for i in ids)
     lines = [line[:76] for line in text.splitlines() if line.strip()]
     dp.log("\nthe model writes\n  | " + "\n  | ".join(lines[:8]) + "\n")
+
+
+def next_logits(args, model, groups, ids):
+    """The logits (V,) of what follows ids (1, T), on every rank of tp."""
+    # The sequence is padded to what tp divides; causal attention looks at nothing behind T.
+    padded = torch.nn.functional.pad(ids, (0, -ids.shape[1] % args.tp))
+    logits = model(padded)[0, ids.shape[1] - 1].float()
+    shape, kv_heads = (memory.PRESETS[args.model].vocab,), memory.PRESETS[args.model].kv_heads
+    return tp.whole_tensor("lm_head.weight", logits, shape, groups["tp"], kv_heads)
 
 
 # --- 8. A dry run ----------------------------------------------------------------------------
