@@ -412,19 +412,28 @@ def sum_partial_gradients(model, group, sharing=None, sequence=True):
 
 
 def pass_on(x, group):
-    """Start: x to the next rank of the ring, and the previous rank's to us. Returns what waits."""
-    arriving, n, me = torch.empty_like(x), group.size(), group.rank()
+    """Send x to the next rank of the ring, receive the previous rank's. Does not wait.
+
+    Returns a function that waits and returns what arrived. Send and receive go out as one batch,
+    posted by all ranks alike: no rank has to be even or odd, so any ring size works, and in a ring
+    of two the messages of a pair are matched by their order.
+    """
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    after, before = (dist.get_global_rank(group, (rank + i) % n) for i in (1, -1))
+    # gloo cannot send from a GPU; then the bytes go by way of the CPU.
+    sending = x.cpu() if x.is_cuda and dist.get_backend(group) == "gloo" else x
+    arriving = torch.empty_like(sending)
     jobs = dist.batch_isend_irecv([
-        dist.P2POp(dist.isend, x, group=group, group_peer=(me + 1) % n),
-        dist.P2POp(dist.irecv, arriving, group=group, group_peer=(me - 1) % n),
+        dist.P2POp(dist.isend, sending, after, group),
+        dist.P2POp(dist.irecv, arriving, before, group),
     ])  # fmt: skip
 
-    def wait():
+    def arrived():
         for job in jobs:
             job.wait()
-        return arriving
+        return arriving.to(x.device)
 
-    return wait
+    return arrived
 
 
 def ring_gather(x, group):
@@ -715,7 +724,7 @@ def demo(args):
     groups["sharing"] = sharing_group(
         groups["tp"], config.kv_heads, lambda ranks: dist.new_group(ranks, group_desc="sharing")
     )
-    dp.header("04 tensor + sequence parallelism", f"world {n} = tp {n}", "   float64")
+    dp.header("04 TP + SP", f"world {n} = tp {n}", "   float64")
     dp.log(f"llama {memory.parameter_count(config):,} parameters   batch {B} x {T} tokens\n")
 
     model = memory.build(config, device=here)
@@ -735,14 +744,14 @@ def demo(args):
     for form, sequence, mode in [
         ("tp", False, "none"),
         ("tp + sp", True, "none"),
-        ("  selective", True, "selective"),
-        ("  full", True, "full"),
+        ("selective", True, "selective"),
+        ("full", True, "full"),
     ]:
         row, wrong = compare(form, sequence, mode, config, tokens, labels, dense, groups)
         rows.append(row)
         failures += wrong
     dp.log()
-    dp.table(["", "parameters", "formula", "kept", "formula", "calls", "sent", "error"], rows)
+    dp.table(["", "weights", "formula", "kept", "formula", "calls", "sent", "error"], rows)
     dp.log(f"error: worst of {len(dense['gradients'])} gradients; loss {loss:.6f} in all")
     show_overlap(groups["tp"], here)
     return dp.verdict("04_tp_sp", failures)
