@@ -22,7 +22,7 @@ Cost      held: matrices / tp, norms whole. TP keeps norms and residuals of ever
 Pays      while transfers are faster than the products between them; a larger batch doesn't
           help, as both grow with it (section 7). On a link of 450 GB/s that goes well to tp 8, on
           the 50 GB/s between nodes it doesn't: tp stays inside the node. Measured by others, tp 8
-          on one node to 16 on two: 60 to 76 % fewer tokens a second (Ultra-Scale Playbook).
+          on one node to 16 on two: 48 to 76 % fewer tokens a second (Ultra-Scale Playbook).
 Forget    with SP, the gradients of the norms. Each rank has those of its own tokens only; without a
           sum over tp the loss is right in step 1, and nine gradients are not: a norm's weight
           is off by a relative error 0.424 in this demo.
@@ -436,13 +436,17 @@ def pass_on(x, group):
     return arrived
 
 
-def ring_gather(x, group):
-    """(rank, its x) for every rank, this one first. While the caller works, the next travels."""
-    n, me, piece = group.size(), group.rank(), x.contiguous()
+def around(x, group):
+    """Yield (source, that rank's x) for every rank of the ring, the own first.
+
+    Before the caller computes with one, it has started on its way to the next rank.
+    """
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
     for step in range(n):
-        wait = pass_on(piece, group) if step < n - 1 else None
-        yield (me - step) % n, piece
-        piece = wait() if wait else None
+        arrived = pass_on(x, group) if step < n - 1 else None
+        yield (rank - step) % n, x
+        if arrived:
+            x = arrived()
 
 
 def ring_scatter(addend, group):
@@ -472,7 +476,7 @@ class AsyncColumn(torch.autograd.Function):
     def forward(ctx, group, x, *weights):
         ctx.group = group
         ctx.save_for_backward(x, *weights)
-        pieces = {r: [x @ w.T for w in weights] for r, x in ring_gather(x, group)}
+        pieces = {r: [x @ w.T for w in weights] for r, x in around(x.contiguous(), group)}
         return tuple(torch.cat(ys, 1) for ys in zip(*(pieces[r] for r in range(group.size()))))
 
     @staticmethod
@@ -482,7 +486,7 @@ class AsyncColumn(torch.autograd.Function):
             lambda r: sum(piece_of(dy, r, n) @ w for dy, w in zip(dys, weights)), ctx.group
         )
         dws = [0 for _ in weights]
-        for r, piece in ring_gather(x, ctx.group):
+        for r, piece in around(x.contiguous(), ctx.group):
             for i, dy in enumerate(dys):
                 dws[i] = dws[i] + product(piece_of(dy, r, n), piece)
         return None, dx, *(dw.to(x.dtype) for dw in dws)
@@ -501,7 +505,7 @@ class AsyncRow(torch.autograd.Function):
     def backward(ctx, dy):
         (x, w), n = ctx.saved_tensors, ctx.group.size()
         dx, dw = [None] * n, 0
-        for r, piece in ring_gather(dy, ctx.group):
+        for r, piece in around(dy.contiguous(), ctx.group):
             dx[r] = piece @ w
             dw = dw + product(piece, piece_of(x, r, n))
         return None, torch.cat(dx, 1), dw.to(w.dtype)
@@ -624,7 +628,7 @@ def settled(live):
     return before
 
 
-def train_step(config, tokens, labels, groups, sequence, mode="none"):
+def cut_step(config, tokens, labels, groups, sequence, mode="none"):
     """Forward and backward on a model cut over the ranks.
 
     Returns loss, gradients, bytes of parameters and those kept by forward, the wire meter.
@@ -656,7 +660,7 @@ def compare(form, sequence, mode, config, tokens, labels, dense, groups):
     """A row of the table, and what is wrong with it."""
     group, size = groups["tp"], dense["loss"].dtype.itemsize
     tp, kinds = group.size(), [memory.kind_of(mode, i) for i in range(config.layers)]
-    loss, grads, bytes_held, wire = train_step(config, tokens, labels, groups, sequence, mode)
+    loss, grads, bytes_held, wire = cut_step(config, tokens, labels, groups, sequence, mode)
     shape = config, *tokens.shape, torch.float64, tp, sequence, kinds
     expected = own_parts(dense["gradients"], group.rank(), tp, config.kv_heads)
     error, name = dp.worst_error(grads, expected)
@@ -683,8 +687,8 @@ def compare(form, sequence, mode, config, tokens, labels, dense, groups):
 
 
 def blocked(x, group, work):
-    """Seconds that ring_gather lets us wait, if work(piece) is done with every piece."""
-    ring, waited = ring_gather(x, group), 0.0
+    """Seconds that `around` lets us wait, if work(piece) is done with every piece."""
+    ring, waited = around(x, group), 0.0
     while True:
         begin = time.perf_counter()
         item = next(ring, None)
@@ -724,7 +728,7 @@ def demo(args):
     groups["sharing"] = sharing_group(
         groups["tp"], config.kv_heads, lambda ranks: dist.new_group(ranks, group_desc="sharing")
     )
-    dp.header("04 TP + SP", f"world {n} = tp {n}", "   float64")
+    dp.header("04 TP and SP", f"world {n} = tp {n}", "   float64")
     dp.log(f"llama {memory.parameter_count(config):,} parameters   batch {B} x {T} tokens\n")
 
     model = memory.build(config, device=here)
@@ -743,7 +747,7 @@ def demo(args):
     rows, failures = [], []
     for form, sequence, mode in [
         ("tp", False, "none"),
-        ("tp + sp", True, "none"),
+        ("tp+sp", True, "none"),
         ("selective", True, "selective"),
         ("full", True, "full"),
     ]:
@@ -751,7 +755,7 @@ def demo(args):
         rows.append(row)
         failures += wrong
     dp.log()
-    dp.table(["", "weights", "formula", "kept", "formula", "calls", "sent", "error"], rows)
+    dp.table(["", "parameters", "formula", "kept", "formula", "calls", "sent", "error"], rows)
     dp.log(f"error: worst of {len(dense['gradients'])} gradients; loss {loss:.6f} in all")
     show_overlap(groups["tp"], here)
     return dp.verdict("04_tp_sp", failures)

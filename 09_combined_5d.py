@@ -126,7 +126,8 @@ def violations(args, world):
         wrong.append("--check compares the first steps of a run: not with --resume")
     need = math.prod(layout(args).values())
     if world != need:
-        product = " x ".join(f"{axis} {n}" for axis, n in layout(args).items())
+        larger = {axis: n for axis, n in layout(args).items() if n != 1} or {"dp": 1}
+        product = " x ".join(f"{axis} {n}" for axis, n in larger.items())
         wrong.append(f"{world} ranks, but the layout {product} needs {need}")
     if args.dry_run and not 0 <= args.rank < world:
         wrong.append(f"--rank {args.rank}: from 0 to {world - 1}")

@@ -195,7 +195,7 @@ def test_rules_of_09_on_cp():
     args = combined.parse(["--cp", "6", "--cp-kind", "ulysses", "--seq", "100"])
     rules = combined.violations(args, 4)
     assert len(rules) == 3
-    assert "dp 1 x cp 6 needs 6" in rules[0]
+    assert "the layout cp 6 needs 6" in rules[0]
     assert "2 x cp 6 = 12: the nearest are 96 or 108" in rules[1]
     assert "--cp 6 does not divide the 8 heads" in rules[2] and "4 or 8" in rules[2]
     args = combined.parse(["--cp-kind", "ulises", "--seq", "101"])

@@ -278,7 +278,7 @@ def test_every_parameter_matches_one_row():
         ("--dp 0 --steps -1 --seq 0", ["--dp 0: at least 1", "--seq 0: at least 1", "--steps -1: at least 1"]),
         ("--lr nan --seed -3", ["--seed -3: from 0 to 2^32 - 1", "--lr nan: above 0, and finite"]),
         ("--data /no/such/file --model tinny", ["--model tinny", "--data /no/such/file: no such file"]),
-        ("--dry-run --dp 2 --world 3 --rank 3", ["3 ranks, but the layout dp 2 x cp 1 needs 2", "--rank 3: from 0 to 2"]),
+        ("--dry-run --dp 2 --world 3 --rank 3", ["3 ranks, but the layout dp 2 needs 2", "--rank 3: from 0 to 2"]),
         ("--seq 100000000", ["tokens are too few for --seq 100000000 and a next token"]),
     ],
 )  # fmt: skip
@@ -321,7 +321,7 @@ def test_torchrun_with_the_wrong_world(script):
     message = [line for line in out.stderr.splitlines() if line.startswith("09_combined_5d: ")]
     assert message == [
         "09_combined_5d: --model tinny: did you mean tiny?",
-        "09_combined_5d: 2 ranks, but the layout dp 3 x cp 1 needs 3",
+        "09_combined_5d: 2 ranks, but the layout dp 3 needs 3",
     ]
 
 
