@@ -122,7 +122,7 @@ class Flat:
             n, rank = dist.get_world_size(group), dist.get_rank(group)
         ends = list(accumulate(p.numel() for p in parameters.values()))
         self.range = {name: (end - p.numel(), end) for (name, p), end in zip(parameters.items(), ends)}
-        self.length = padded(ends[-1], n)
+        self.used, self.length = ends[-1], padded(ends[-1], n)
         self.n, self.stage = n, stage if n > 1 and self.length else 0  # is there anything to cut?
         self.mine = slice(rank * self.length // n, (rank + 1) * self.length // n)
 
@@ -195,9 +195,12 @@ class Flat:
 
     def restart(self):
         """Before the first backward of a step."""
-        self.missing, self.passes = set(self.parameters), 0
+        self.missing, self.passes = set(self.parameters), 0  # in this pass; passes complete
+        self.fresh = set(self.parameters)  # whose place in `full` has nothing of this step yet
         self.ready = False  # are all gradients of a pass here, and not reduced yet?
         self.reduced = False
+        if self.trainable:
+            (self.full[self.used :] if self.stage < 2 else self.grad).zero_()
 
     def collect(self, name, p):
         """Add p's finished gradient to `full`. Returns True if it was the last one of this pass."""
@@ -205,9 +208,15 @@ class Flat:
             raise RuntimeError(f"{name}: more backward passes than begin(passes) was told")
         if self.full is None:
             self.full = torch.zeros(self.length, dtype=self.grad.dtype, device=self.grad.device)
+            self.fresh = set(self.parameters)
         start, stop = self.range[name]
-        self.full[start:stop].view(p.shape).add_(p.grad)
+        place = self.full[start:stop].view(p.shape)
+        if name in self.fresh:  # overwrites what the last step has left there
+            place.copy_(p.grad)
+        else:
+            place.add_(p.grad)
         p.grad = None
+        self.fresh.discard(name)
         self.missing.discard(name)
         if self.missing:
             return False
@@ -306,7 +315,7 @@ class Optimizer:
         self._step(0.0, torch.ones((), device=device))  # a skipped step: torch makes its state
         if stage == 3:
             self.window = Window(units, self.units)
-        self.in_flight = None
+        self.in_flight = []
         self.begin()
 
     def begin(self, passes=1):
@@ -315,8 +324,8 @@ class Optimizer:
 
     def gradient_finished(self, flat, name, p):
         """A gradient is complete. Stage 1 reduces in the last pass, 2 and 3 in every one."""
-        if self.in_flight is flat:  # its buffer is still travelling
-            self.finish_reduce()
+        if flat in self.in_flight:  # its buffer is still travelling
+            self.finish_reduces()
         if flat.collect(name, p):
             flat.ready = flat.stage > 1 or flat.passes == self.passes
         while self.order[self.turn].ready:
@@ -324,15 +333,17 @@ class Optimizer:
             self.turn = (self.turn + 1) % len(self.order)
 
     def start_reduce(self, flat):
-        """One at a time, beside the backward of the next unit: two units' gradients exist."""
-        self.finish_reduce()
+        """It travels while the next unit computes. From stage 2 on, one at a time: two units'
+        gradients exist then, the one that travels and the one that is made."""
+        if flat.stage > 1:
+            self.finish_reduces()
         flat.reduce()
-        self.in_flight = flat
+        self.in_flight.append(flat)
 
-    def finish_reduce(self):
-        if self.in_flight:
-            self.in_flight.reduce_done()
-            self.in_flight = None
+    def finish_reduces(self):
+        for flat in self.in_flight:
+            flat.reduce_done()
+        self.in_flight.clear()
 
     def sum_gradients(self):
         """After the last backward of a step: finish all sums over `shard`, then sum over `same`."""
@@ -342,11 +353,11 @@ class Optimizer:
                     raise RuntimeError(f"{name} was frozen or freed after the shards were laid out")
                 if flat.trainable and name in flat.missing and not flat.passes:
                     raise RuntimeError(f"{name} has no gradient on rank {dist.get_rank()}")
-        self.finish_reduce()
+        self.finish_reduces()
         for flat in self.order:
             if flat.unreduced():
                 self.start_reduce(flat)
-        self.finish_reduce()
+        self.finish_reduces()
         for flat in self.order:
             for group in flat.same:
                 dist.all_reduce(flat.grad, group=group)
@@ -368,7 +379,6 @@ class Optimizer:
         self._step(lr, skip)
         self.spread()
         for flat in self.order:
-            (flat.grad if flat.full is None else flat.full).zero_()
             flat.restart()
         self.begin()
 
@@ -857,7 +867,7 @@ def measure(stage, config, sample, expected, group):
         train_step(model, optimizer, sample, 1, group)
     train_step(model, optimizer, sample, 2, group)
 
-    flats, units = llama_layout(config, world)
+    flats, units = llama_layout(config, world if stage else 1)
     holds = held(stage, flats, units, world, 8, 8, 0, 16)
     sizes = {kind: size(tensors) for kind, tensors in optimizer.tensors().items()}
     held_row = [stage, *sizes.values(), sum(sizes.values()), sum(holds[kind] for kind in sizes)]

@@ -17,8 +17,9 @@ zero = import_module("03_zero")
 
 STAGES = (0, 1, 2, 3)
 T, BATCH, LR, DECAY = 7, 12, 0.05, 0.3
-CONFIG = memory.Config(vocab=61, dim=12, layers=3, heads=2, kv_heads=1, ffn=20)  # odd: 61, 7
-TIED = memory.Config(vocab=61, dim=12, layers=3, heads=2, kv_heads=1, ffn=20, tied=True)
+SIZES = {"vocab": 61, "dim": 15, "layers": 3, "heads": 2, "kv_heads": 1, "ffn": 19, "head_dim": 6}
+CONFIG = memory.Config(**SIZES)  # units of 915, 1425 and 930: no even number of ranks divides them
+TIED = memory.Config(**SIZES, tied=True)
 
 
 def make(kind, matrices, vectors):
@@ -132,7 +133,7 @@ def parity(cases, steps, frozen):
                 assert torch.equal(now[name], start[name]), name
         if stage < 3:  # what the model computes with is what the shards say
             assert all(torch.equal(p, weights(optimizer)[n]) for n, p in model.named_parameters())
-    return dist.get_world_size(), len(final)
+    return dist.get_world_size(), len(final)  # tied: the last case has one tensor less
 
 
 CASES = [
@@ -150,9 +151,9 @@ CASES = [
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_every_stage_computes_what_one_process_computes(world):
-    cases = CASES if world == 2 else [CASES[2], CASES[4], CASES[8]]
+    cases = CASES if world == 2 else [CASES[2], CASES[4], CASES[8]] if world < 4 else CASES[7:]
     for ranks, compared in dp.launch(parity, world, cases, 5, (), timeout=20):
-        assert ranks == world and compared == 29  # tied: the last case has one tensor less
+        assert ranks == world and compared == 29
 
 
 FROZEN = ("embed_tokens", "layers.0.", "layers.2.mlp", "layers.1.input_layernorm")
@@ -721,7 +722,7 @@ def bytes_held_and_sent(stage, config, m, dtype):
     model = llama(config, dtype=dtype)
     optimizer = sharded(model, zero.llama_units(model), stage)
     step_of(model, optimizer, 0, m)
-    flats, units = layout(config, n)
+    flats, units = layout(config, n if stage else 1)
     master = wide.itemsize if wide != dtype else 0
     formula = zero.held(
         stage, flats, units, n, dtype.itemsize, wide.itemsize, master, 2 * wide.itemsize
@@ -780,13 +781,13 @@ def all_bytes():
         [bytes_held_and_sent(stage, config, m, dtype) for stage in STAGES]
         for config, m, dtype in [
             (CONFIG, 1, torch.float64),
-            (CONFIG, 2, torch.bfloat16),
-            (TIED, 2, torch.float32),
+            (CONFIG, 3, torch.bfloat16),
+            (TIED, 3, torch.float32),
         ]
     ]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_bytes_held_and_sent_are_what_the_functions_say(world):
     for by_stage in dp.launch(all_bytes, world, timeout=20)[0]:
         assert by_stage == sorted(by_stage, reverse=True)  # every stage holds less
@@ -921,13 +922,13 @@ class Outside(nn.Module):
 
 
 def all_recomputed():
-    return [recomputed(stage, outside) for stage in (1, 2, 3) for outside in (True, False)]
+    return [recomputed(stage, outside) for stage, outside in ((2, True), (3, True), (3, False))]
 
 
 def test_recomputation_with_a_frozen_block_finds_its_parameters_and_gathers_no_more():
     """B55: three micro-batches, five units: 5 gathers forward, 4 backward each."""
     counts = dp.launch(all_recomputed, 2, timeout=20)[0]
-    assert counts == [0] * 4 + [3 * (5 + 4)] * 2
+    assert counts == [0] + [3 * (5 + 4)] * 2
 
 
 def without_gradients():
@@ -937,7 +938,7 @@ def without_gradients():
     tokens = torch.stack([sample(i)[0] for i in range(3)])
     with torch.no_grad():
         for _ in range(2):
-            assert torch.equal(model(tokens), expected(tokens))
+            assert dp.relative_error(model(tokens), expected(tokens)) < 1e-14
             assert storages_bytes(model.parameters()) == 0  # nothing stays
     model(tokens)  # a forward that nobody goes back through
     assert storages_bytes(model.parameters()) > 0
@@ -945,7 +946,7 @@ def without_gradients():
     with torch.no_grad():
         gathered = {name: p.clone() for name, p in weights(optimizer).items()}
         expected.load_state_dict(gathered, strict=True)
-        assert torch.equal(model(tokens), expected(tokens))
+        assert dp.relative_error(model(tokens), expected(tokens)) < 1e-14
     return storages_bytes(model.parameters())
 
 
