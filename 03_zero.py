@@ -39,7 +39,6 @@ from contextlib import ExitStack
 from fractions import Fraction
 from functools import partial
 from importlib import import_module
-from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -120,9 +119,11 @@ class Flat:
         n, rank = 1, 0
         if group is not None:
             n, rank = dist.get_world_size(group), dist.get_rank(group)
-        ends = list(accumulate(p.numel() for p in parameters.values()))
-        self.range = {name: (end - p.numel(), end) for (name, p), end in zip(parameters.items(), ends)}
-        self.used, self.length = ends[-1], padded(ends[-1], n)
+        self.range, self.used = {}, 0
+        for name, p in parameters.items():
+            self.range[name] = (self.used, self.used + p.numel())
+            self.used += p.numel()
+        self.length = padded(self.used, n)
         self.n, self.stage = n, stage if n > 1 and self.length else 0  # is there anything to cut?
         self.mine = slice(rank * self.length // n, (rank + 1) * self.length // n)
 
@@ -132,7 +133,8 @@ class Flat:
         self.whole = first.new_zeros(self.length)
         for name, view in self.views(self.whole).items():
             parameters[name].data = view.copy_(parameters[name])
-        self.filled, self.wait = True, None  # is `whole` there, or has it been asked for?
+        self.filled = True  # is `whole` there, or has it been asked for?
+        self.gathering = self.reducing = None  # what waits for a collective that is under way
         self.shard = self.whole[self.mine]
         if self.stage == 3:
             self.shard = self.shard.clone()
@@ -175,17 +177,17 @@ class Flat:
         if not self.filled:
             if self.stage == 3:
                 self.whole.untyped_storage().resize_(self.length * self.whole.element_size())
-            self.wait = all_gather(self.whole, self.shard, self.group, self.wire)
+            self.gathering = all_gather(self.whole, self.shard, self.group, self.wire)
             self.filled = True
 
     def arrive(self):
         """Wait until it is filled."""
-        if self.wait:
-            self.wait()
-            self.wait = None
+        if self.gathering:
+            self.gathering()
+            self.gathering = None
 
     def free(self):
-        """Give the memory back; the parameters keep their shapes, and their view of this storage."""
+        """Give the memory back; the parameters keep their shapes and their view of this storage."""
         if self.stage == 3 and self.filled:
             self.arrive()
             self.whole.untyped_storage().resize_(0)
@@ -227,13 +229,15 @@ class Flat:
         """Start to sum `full` over the ranks; each gets its part, in its place in `full`."""
         self.ready, self.reduced = False, True
         if self.stage > 0:
-            self.wait = reduce_scatter(self.full[self.mine], self.full, self.group)
+            self.reducing = reduce_scatter(self.full[self.mine], self.full, self.group)
 
     def unreduced(self):
         return self.full is not None and not (self.reduced and self.stage < 2)
 
     def reduce_done(self):
-        self.arrive()
+        if self.reducing:
+            self.reducing()
+            self.reducing = None
         if self.stage > 1:
             self.grad += self.full[self.mine]
             self.full = None
@@ -306,7 +310,7 @@ class Optimizer:
             for name, (_, _, weight) in flat.pieces(flat.master).items():
                 self.weights[name] = weight.detach()
                 self.weights[name].grad = gradients[name][2]
-        matrices = {name for flat in self.order for name, p in flat.parameters.items() if p.dim() > 1}
+        matrices = {name for p, name in names.items() if p.dim() > 1}
         self.inner = make(
             [w for name, w in self.weights.items() if name in matrices],
             [w for name, w in self.weights.items() if name not in matrices],
@@ -389,13 +393,13 @@ class Optimizer:
         self.inner.step()
 
     @torch.no_grad()
-    def spread(self):
-        """From the masters to the weights the model computes with."""
+    def spread(self, frozen=False):
+        """From the masters to the weights the model computes with; frozen ones only if told."""
         for flat in self.flats:
             flat.free()  # a forward without a backward has left its last unit
             if flat.master is not flat.shard:
                 flat.shard.copy_(flat.master)
-            if flat.trainable and flat.stage in (1, 2):
+            if flat.stage in (1, 2) and (flat.trainable or frozen):
                 flat.filled = False
                 flat.gather()
         for flat in self.flats:
@@ -527,7 +531,7 @@ class Window:
 
 
 def llama_units(model):
-    """The units of 01's Llama, or of a pipeline stage of it: embedding, each block, norm and head."""
+    """The units of 01's Llama, or of a stage of it: the embedding, each block, norm and head."""
     units = [[model.embed_tokens], *([block] for block in model.layers.values())]
     units.append([model.norm, model.lm_head])
     return [unit for unit in units if unit[0] is not None]
@@ -562,7 +566,7 @@ def sent(stage, flats, units, n, weight=4, gradient=4, m=1):
         return {}
     once = list(flats.values())
     gathered, reduced = once, once * (1 if stage == 1 else m)
-    if stage == 3:  # every unit in forward; in backward again, but for the last, which is still there
+    if stage == 3:  # in backward every unit again, but for the last, which is still there
         gathered = [flats[k] for unit in units + units[:-1] for k in unit] * m
     return {
         "all_gather": (len(gathered), Fraction((n - 1) * sum(gathered) * weight, n)),
@@ -793,7 +797,7 @@ def restore(folder, optimizer, group, log=print, boxes=None):
     fresh = together(lambda: load(folder, optimizer.state(boxes)), group)
     if names := sorted(set().union(*fresh)):
         log(f"fresh optimizer state for {len(names)} parameters that had none: {names[0]} …")
-    optimizer.spread()
+    optimizer.spread(frozen=True)
     return read_index(folder)
 
 
@@ -817,7 +821,7 @@ def build(stage, config, group):
 
 
 def train_step(model, optimizer, sample, step, group):
-    """One step on this rank's part of the batch; returns the clipped gradients if it is the first."""
+    """One step on this rank's part of the batch; returns the clipped gradients of the first."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     numbers = dp.my_samples(step, MICRO_BATCHES * world, rank, world)
     batches = dp.micro_batches(sample, numbers, 1, dp.device())
@@ -841,7 +845,8 @@ def dense_run(config, sample, batch):
     """The same on one device: gradients of the first step, clipped; weights after the last."""
     model = memory.build(config, dtype=torch.float64, device=dp.device())
     parameters = list(model.parameters())
-    optimizer = adamw([p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() < 2])
+    vectors = [p for p in parameters if p.dim() < 2]
+    optimizer = adamw([p for p in parameters if p.dim() > 1], vectors)
     for step in range(STEPS):
         numbers = range(step * batch, (step + 1) * batch)
         tokens, labels = dp.micro_batches(sample, numbers, batch, dp.device())[0]
@@ -854,7 +859,7 @@ def dense_run(config, sample, batch):
     return {"gradient": first, "weight": {n: p.detach() for n, p in model.named_parameters()}}
 
 
-def size(tensors):
+def bytes_of(tensors):
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
@@ -869,12 +874,13 @@ def measure(stage, config, sample, expected, group):
 
     flats, units = llama_layout(config, world if stage else 1)
     holds = held(stage, flats, units, world, 8, 8, 0, 16)
-    sizes = {kind: size(tensors) for kind, tensors in optimizer.tensors().items()}
-    held_row = [stage, *sizes.values(), sum(sizes.values()), sum(holds[kind] for kind in sizes)]
+    sizes = {kind: bytes_of(tensors) for kind, tensors in optimizer.tensors().items()}
+    measured, formula = sum(sizes.values()), sum(holds[kind] for kind in sizes)
+    shown = [sizes[kind] for kind in ("parameters", "gradients", "moments")]  # fp64: no master copy
+    held_row = [stage, *shown, measured, formula]
     sent_rows = []
-    for name, formula in sent(stage, flats, units, world, 8, 8, MICRO_BATCHES).items():
-        measured = wire.calls["dp", name], wire.bytes["dp", name]
-        sent_rows.append([stage, name, measured[0], formula[0], measured[1], formula[1]])
+    for name, (calls, size) in sent(stage, flats, units, world, 8, 8, MICRO_BATCHES).items():
+        sent_rows.append([stage, name, wire.calls["dp", name], calls, wire.bytes["dp", name], size])
 
     failures = []
     ours = {"gradient": clipped, "weight": weights(optimizer)}
@@ -883,7 +889,7 @@ def measure(stage, config, sample, expected, group):
         if not error < 1e-10:
             failures.append(f"{name} {kind} at stage {stage}, relative error {error:.3g}")
         held_row.append(f"{error:.0e}")
-    if held_row[5] != held_row[6]:
+    if measured != formula:
         failures.append(f"stage {stage} holds other bytes than the formula says")
     if any(row[2] != row[3] or row[4] != row[5] for row in sent_rows):
         failures.append(f"stage {stage} sends other bytes than the formula says")
@@ -918,8 +924,8 @@ def resume(config, sample, group):
     if dist.get_rank() == 0:
         shutil.rmtree(directory)
     dp.log(
-        f"\ncheckpoint  {written:,} bytes in {seconds:.2f} s, written at stage 3, resumed at stage 1:"
-        f"\n            after the next step the worst weight differs by {error:.0e}   {name}"
+        f"\ncheckpoint  {written:,} bytes in {seconds:.2f} s, saved at stage 3, read at stage 1:\n"
+        f"            after the next step weights differ by {error:.0e} at most   {name}"
     )
     return [] if error < 1e-12 else [f"{name} weight after resuming, relative error {error:.3g}"]
 
@@ -939,7 +945,7 @@ def demo(args):
     expected = dense_run(config, sample, batch) if dist.get_rank() == 0 else {}
     stages = [measure(stage, config, sample, expected, group) for stage in range(4)]
     if expected:
-        head = ["stage", "parameters", "gradients", "master", "moments", "sum held", "formula"]
+        head = ["stage", "parameters", "gradients", "moments", "held", "formula"]
         dp.table(head + ["g err", "w err"], [row for row, _, _ in stages])
         dp.log()
         head = ["stage", "sent over dp", "calls", "formula", "bytes", "formula"]
@@ -952,7 +958,7 @@ def main():
     parser = argparse.ArgumentParser(description="ZeRO-1, 2 and 3 against one device")
     parser.add_argument("--dp", type=int, default=4, help="ranks, when started as plain python")
     args = parser.parse_args()
-    adamw([torch.zeros(1)], [])  # torch.optim imports much at its first use: once, not in every rank
+    adamw([torch.zeros(1)], [])  # torch.optim imports much at its first use: once, before the fork
     return dp.launch(demo, args.dp, args)[0]
 
 

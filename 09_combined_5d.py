@@ -171,16 +171,16 @@ def mesh(sizes):
 
 
 def zero_groups(args, groups):
-    """Where ZeRO cuts: the name of the group for each `shard` of the sync table, and its ranks.
+    """Hybrid ZeRO's groups: it cuts what the sync table calls `shard` into nodes of N neighbours.
 
-    Hybrid ZeRO cuts each group into nodes of N neighbours: its shards lie inside a node, and the
-    ranks with the same place in their nodes hold the same.
+    The ranks with the same place in their nodes hold the same.
     """
     n, extra = args.hybrid, {}
     if n:
         for (axis,) in dict.fromkeys(shard for _, shard, _ in SYNC):
-            extra[f"{axis} inside"] = [g[i : i + n] for g in groups[axis] for i in range(0, len(g), n)]
-            extra[f"{axis} across"] = [g[i::n] for g in groups[axis] for i in range(n)]
+            ranks = groups[axis]
+            extra[f"{axis} inside"] = [g[i : i + n] for g in ranks for i in range(0, len(g), n)]
+            extra[f"{axis} across"] = [g[i::n] for g in ranks for i in range(n)]
     return extra
 
 
@@ -190,7 +190,7 @@ def make_groups(args, sizes):
     Every rank creates every group, in the same order. Axes that have the same ranks still get
     groups of their own, or the wire meter could not tell their bytes apart.
     """
-    wait = timedelta(seconds=args.timeout)  # or a subgroup waits 30 minutes, whatever the world does
+    wait = timedelta(seconds=args.timeout)  # or a subgroup waits 30 minutes, whatever the world's
     axes, mine = mesh(sizes), {}
     axes = {**axes, **zero_groups(args, axes), "control": [list(range(dist.get_world_size()))]}
     for axis, groups in axes.items():
@@ -228,7 +228,7 @@ def sync_rows(names, table=SYNC):
 
 
 def placement(args, names):
-    """{name: (the group that ZeRO cuts a parameter over, or None, the groups that hold the same)}"""
+    """{name: (the group that ZeRO cuts it over, or None; the groups whose ranks hold the same)}"""
     result = {}
     for row, (_, (axis,), same) in zip(sync_rows(names), SYNC):
         cut, rest = axis, ()
@@ -527,7 +527,8 @@ def train(args):
         speed = args.batch * args.seq / (time.perf_counter() - begin)
         expected = "-"
         if step < check.steps:  # whole tensors take all ranks
-            gradients, weights = optimizer.gathered(gradients), whole_weights(args, model, optimizer)
+            gradients = optimizer.gathered(gradients)
+            weights = whole_weights(args, model, optimizer)
             if check.active:
                 expected = f"{check.note(step, loss, norm, gradients, weights):.6f}"
         used = mfu(args, device, speed)

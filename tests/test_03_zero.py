@@ -122,7 +122,7 @@ def parity(cases, steps, frozen):
             ours.update({(name, step): g for name, g in found.items()})
             assert abs(loss - losses[step]) < 1e-12
         case = stage, m, kind, config.tied
-        assert len(expected) == steps * (len(final) - len([n for n in final if n.startswith(frozen)]))
+        assert len(expected) == steps * len([n for n in final if not n.startswith(frozen)])
         error, name = dp.worst_error(ours, expected)
         assert error < 1e-11, (case, name, error)
         error, name = dp.worst_error(weights(optimizer), final)
@@ -131,6 +131,14 @@ def parity(cases, steps, frozen):
             start, now = dict(llama(config).named_parameters()), weights(optimizer)
             for name in (n for n in start if n.startswith(frozen)):
                 assert torch.equal(now[name], start[name]), name
+            trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            ours = optimizer.tensors()
+            held = torch.tensor([sum(t.numel() for t in ours[k]) for k in ("moments", "gradients")])
+            if stage:
+                dist.all_reduce(held)  # padding, and at stage 1 every rank's own, at the most
+            assert held[0] == 2 * trained, (stage, held, trained)
+            ranks = dist.get_world_size() if stage == 1 else 1
+            assert 0 <= held[1] - ranks * trained <= ranks * len(optimizer.order), (stage, held)
         if stage < 3:  # what the model computes with is what the shards say
             assert all(torch.equal(p, weights(optimizer)[n]) for n, p in model.named_parameters())
     return dist.get_world_size(), len(final)  # tied: the last case has one tensor less
@@ -179,7 +187,7 @@ def test_every_stage_in_every_combination(world, frozen):
 
 
 class Toy(nn.Module):
-    """Three units of odd sizes. Weights of memory.Linear, so that their gradients can be deferred."""
+    """Units of odd sizes, of memory.Linear, so that weight gradients can be deferred."""
 
     def __init__(self, sizes=((5, 3), (3, 7), (7, 1)), dtype=torch.float64):
         super().__init__()
@@ -311,7 +319,7 @@ def test_the_padded_length_is_the_next_multiple():
 
 
 def one_cut(stage):
-    """Parameter, gradient, master and moments cover the same elements, padding over several ranks."""
+    """Parameter, gradient, master and moments cover the same; padding is on several ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     p = nn.Parameter(torch.arange(12, dtype=torch.bfloat16).view(3, 4))
     q = nn.Parameter(torch.arange(100, 103, dtype=torch.bfloat16))
@@ -512,7 +520,7 @@ def test_small_steps_and_small_gradients_are_not_rounded_away():
 
 
 def lossy(stage):
-    """The gather in bf16, of an fp32 model: what is computed with is rounded, the shards are not."""
+    """The gather in bf16, of an fp32 model: what computes is rounded, the shards are not."""
     wire = (lambda shard: shard.bfloat16(), lambda packed: packed.float())
     model = llama(CONFIG, dtype=torch.float32)
     optimizer = sharded(model, zero.llama_units(model), stage, wire=wire)
@@ -525,7 +533,7 @@ def lossy(stage):
     if stage == 3:
         block = model.layers["1"]
         block.mlp.register_forward_hook(lambda module, x, y: seen.update(
-            {f"layers.1.{n}": p.detach().clone() for n, p in block.named_parameters()}))  # fmt: skip
+            {n: p.detach().clone() for n, p in block.named_parameters()}))  # fmt: skip
     with dp.Wire() as wire:
         step_of(model, optimizer, 1, 1)
     if stage < 3:
@@ -666,7 +674,8 @@ def hybrid(cases):
         # across nodes: once a step, whatever m, and only this rank's half of the gradients
         lengths = [flat.length // 2 * 8 for flat in optimizer.flats]
         calls, size = dp.sent(lengths, 2)
-        assert (wire.calls["across", "all_reduce"], wire.bytes["across", "all_reduce"]) == (calls, size)
+        key = "across", "all_reduce"
+        assert (wire.calls[key], wire.bytes[key]) == (calls, size)
         assert calls == CONFIG.layers + 2
     return shard.size(), same[0].size()
 
@@ -808,11 +817,9 @@ def test_the_functions_give_the_textbook_numbers():
         rows = zero.sent(stage, flats, [[k] for k in flats], 64, 1, 1)
         sent = sum(size for _, size in rows.values())
         assert sent == 63 * (100 * factor - (stage == 3))
-    flats = {"0": 64}
-    assert [sum(b for _, b in zero.sent(2, flats, [["0"]], 64, 1, 1, m).values()) for m in (1, 3)] == [
-        63 * 2,
-        63 * 4,  # (m + 1)Ψ
-    ]
+    for m in (1, 3):  # (m + 1)Ψ
+        rows = zero.sent(2, {"0": 64}, [["0"]], 64, 1, 1, m)
+        assert sum(size for _, size in rows.values()) == 63 * (m + 1)
 
 
 def kept_after_forward(stage):
@@ -882,6 +889,47 @@ def test_the_next_unit_travels_while_this_one_computes():
     assert forward == "GGm" "Gm" "Gm" "m"
     # each of four units has two matmuls, and is reduced when its last gradient is there
     assert backward == "G" "mmR" "G" "mmR" "G" "mmR" "mmR", backward
+
+
+def waits(stage):
+    """Each collective is waited for once, before what it fills is read, and buffers are let be."""
+    under_way, done = {}, []
+
+    def watched(start, name):
+        def begin(into, source, *more):
+            key = name, len(done) + len(under_way)
+            wait, before = start(into, source, *more), source.clone()
+            under_way[key] = None
+
+            def end():
+                assert name == "reduce_scatter" or torch.equal(source, before)
+                wait()
+                under_way.pop(key)  # a second wait fails here
+                done.append(name)
+
+            return end
+
+        return begin
+
+    zero.all_gather = watched(zero.all_gather, "all_gather")
+    zero.reduce_scatter = watched(zero.reduce_scatter, "reduce_scatter")
+    model = llama(TIED)
+    optimizer = sharded(model, zero.llama_units(model), stage)
+    for step in range(2):
+        batches = my_batches(step, 3)
+        optimizer.begin(3)
+        dp.accumulate_gradients(model, batches, 10)
+        optimizer.sum_gradients()
+        assert not under_way, (stage, under_way)
+        optimizer.step(LR)
+        assert not under_way, (stage, under_way)
+    return done.count("all_gather"), done.count("reduce_scatter")
+
+
+@pytest.mark.parametrize("stage, expected", [(1, (10, 10)), (2, (10, 30)), (3, (60, 30))])
+def test_every_collective_is_waited_for_exactly_once(stage, expected):
+    """Five flats, two steps of three micro-batches; the tied table is gathered for the head too."""
+    assert dp.launch(waits, 2, stage, timeout=20) == [expected] * 2
 
 
 def recomputed(stage, outside):
