@@ -206,10 +206,9 @@ def mesh(sizes, *joint):
 
 
 def zero_groups(args, groups):
-    """Where ZeRO cuts: the name of the group for each `shard` of the sync table, and its ranks.
+    """Hybrid ZeRO's groups: it cuts what the sync table calls `shard` into nodes of N neighbours.
 
-    Hybrid ZeRO cuts each group into nodes of N neighbours: its shards lie inside a node, and the
-    ranks with the same place in their nodes hold the same.
+    The ranks with the same place in their nodes hold the same.
     """
     n, extra = args.hybrid, {}
     if n:
