@@ -50,11 +50,11 @@ def trained(capfd, argv):
     "layout, model",
     [
         ("--tp 2", "odd"),
-        ("--tp 4", "odd"),
         ("--tp 4 --zero 1", "tied"),
         ("--dp 2 --tp 2 --zero 2", "odd"),
         ("--cp 2 --tp 2", "tied"),
         ("--dp 2 --tp 2 --zero 3 --micro-batch 2", "tied"),
+        pytest.param("--tp 4", "odd", marks=pytest.mark.full),
         pytest.param("--dp 2 --cp 2 --tp 4 --zero 3", "odd", marks=pytest.mark.full),
         pytest.param("--dp 2 --cp 2 --tp 2 --zero 1 --hybrid 2", "tied", marks=pytest.mark.full),
         pytest.param("--cp 2 --tp 2 --cp-kind ulysses", "odd", marks=pytest.mark.full),
@@ -145,6 +145,7 @@ def test_the_next_words_logits_of_a_length_that_tp_does_not_divide():
     assert dp.launch(text_worker, 4, ["--tp", "4", "--model", "odd"], timeout=60) == [True] * 4
 
 
+@pytest.mark.full
 def test_the_model_writes_the_same_text_on_any_layout(capfd):
     texts = []
     for layout in ("", "--tp 2"):
@@ -171,7 +172,7 @@ def weights_worker(argv):
     return {name: w.detach() for name, w in whole.items()}, padding
 
 
-@pytest.mark.parametrize("model", ["odd", "tied"])
+@pytest.mark.parametrize("model", ["odd", pytest.param("tied", marks=pytest.mark.full)])
 def test_a_checkpoint_fits_any_other_layout(capfd, tmp_path, model):
     common = f"--model {model} --batch 4 --seq 16 --dtype float64 --ckpt {tmp_path} --save-every 2"
     columns = []
@@ -251,7 +252,13 @@ def real_step(argv):
     return held, {key: (wire.calls[key], wire.bytes[key]) for key in wire.calls if key[1] != "barrier"}
 
 
-@pytest.mark.parametrize("argv", ["--tp 2 --dp 2 --seq 24", "--tp 2 --cp 2 --seq 24 --dtype bfloat16"])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--tp 2 --cp 2 --seq 24 --dtype bfloat16",
+        pytest.param("--tp 2 --dp 2 --seq 24", marks=pytest.mark.full),
+    ],
+)
 def test_a_dry_run_holds_and_sends_what_a_real_step_does(argv):
     held, sent = dp.launch(real_step, 4, argv.split(), timeout=60)[1]
     out = run_script("09_combined_5d.py", "--dry-run", *argv.split(), "--rank", "1")
@@ -266,6 +273,7 @@ def test_a_dry_run_holds_and_sends_what_a_real_step_does(argv):
         assert rows[key][0] == str(calls) and float(rows[key][2]) == pytest.approx(float(size), rel=1e-2)
 
 
+@pytest.mark.full
 def test_a_dry_run_of_a_world_that_no_machine_here_could_hold():
     argv = "--model llama3-8b --dp 8 --cp 2 --tp 8 --zero 1 --batch 16 --micro-batch 1"
     argv += " --seq 8192 --dtype bfloat16 --rank 127"
