@@ -397,7 +397,7 @@ class AllGatherFunction(torch.autograd.Function):
         return dq.to(q.dtype), *own_dkv.to(q.dtype), None, None, None
 
 
-def all_gather(q, k, v, positions, documents=None, *, group, zigzag=True):
+def allgather(q, k, v, positions, documents=None, *, group, zigzag=True):
     """The same as `ring`, with keys and values gathered first."""
     return AllGatherFunction.apply(q, k, v, documents, group, zigzag)
 
@@ -446,7 +446,7 @@ def ulysses(q, k, v, positions, documents=None, *, group, zigzag=True):
     return SwapFunction.apply(out, group).transpose(0, 1).flatten(1, 2)  # (B, H, T/n, h)
 
 
-KINDS = {"ring": ring, "allgather": all_gather, "ulysses": ulysses}
+KINDS = {"ring": ring, "allgather": allgather, "ulysses": ulysses}
 
 
 def use(model, group, kind="ring", zigzag=True):

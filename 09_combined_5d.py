@@ -214,7 +214,9 @@ def zero_groups(args, groups):
     n, extra = args.hybrid, {}
     if n:
         for axis in dict.fromkeys(shard for _, shard, _ in SYNC):
-            extra[f"{axis} inside"] = [g[i : i + n] for g in groups[axis] for i in range(0, len(g), n)]
+            extra[f"{axis} inside"] = [
+                g[i : i + n] for g in groups[axis] for i in range(0, len(g), n)
+            ]
             extra[f"{axis} across"] = [g[i::n] for g in groups[axis] for i in range(n)]
     return extra
 
@@ -274,7 +276,7 @@ def sync_rows(names, table=SYNC):
 
 
 def placement(args, names):
-    """{name: (the group that ZeRO cuts a parameter over, or None, the groups that hold the same)}"""
+    """{name: (group that ZeRO cuts a parameter over, or None, groups that hold the same)}"""
     result, sizes = {}, layout(args) | {"sharing": sharing_ranks(args)}
     for row, (_, axis, same) in zip(sync_rows(names), SYNC):
         same = tuple(name for name in same if sizes[name] > 1)
@@ -675,12 +677,12 @@ def not_finite(step, loss, norm, own):
 
 def describe(args, model, sizes):
     world = dist.get_world_size()
-    axes = " · ".join(f"{axis} {n}" for axis, n in sizes.items())
-    dp.header("09 combined 5D", f"world {world} = {axes}", f"   {args.dtype}")
+    axes = " · ".join(f"{axis} {n}" for axis, n in sizes.items() if n > 1) or "1"
+    dp.header("09 combined 5D", f"world {world} = {axes}")
     count = memory.parameter_count(memory.PRESETS[args.model])
     steps = args.batch // args.dp // args.micro_batch
-    dp.log(f"{args.model}   {count:,} parameters   {args.batch} x {args.seq} tokens ="
-           f" dp {args.dp} x {steps} x {args.micro_batch} sequences\n")  # fmt: skip
+    dp.log(f"{args.model}   {args.dtype}   {count:,} parameters   {args.batch} x {args.seq} tokens"
+           f" = dp {args.dp} x {steps} x {args.micro_batch}\n")  # fmt: skip
 
 
 def open_csv(path, first):

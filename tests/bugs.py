@@ -22,11 +22,19 @@ IDS = {
     "09": "145 146 148 149 150 151 152 153",
     "X": "156 157 158 159 161 162 163 164 165 166 167",
 }
-WRITTEN = ["02", "07"]  # chapters whose every id has to be mapped
+WRITTEN = ["01", "02", "07"]  # chapters whose every id has to be mapped
 
-DP, CP = "test_02_dp::test_", "test_07_cp_ring::test_"
+MEMORY, DP, CP = (f"{file}::test_" for file in ("test_01_memory", "test_02_dp", "test_07_cp_ring"))
 
 TESTS = {  # id: names of tests, "file::test"
+    2: f"{MEMORY}stages_keep_their_own_bytes",
+    3: f"{MEMORY}tying_changes_parameters_and_not_flops {MEMORY}parameter_count_is_exact",
+    4: f"{MEMORY}parameter_count_is_exact",
+    6: f"{MEMORY}no_copy_of_a_weight_is_kept",
+    7: f"{MEMORY}attention_against_unfused_products {MEMORY}conventions"
+       f" {MEMORY}mfu_is_none_without_a_peak_and_at_most_1",
+    8: f"{MEMORY}lookup_costs_nothing_and_recomputation_is_not_useful",
+    10: f"{MEMORY}mfu_is_none_without_a_peak_and_at_most_1",
     12: f"{DP}one_reduction_a_step_whatever_the_order_of_forwards_and_backwards"
         f" {DP}deferred_weight_gradients_start_the_reduction_when_they_are_finished",
     14: f"{DP}unused_on_some_ranks_is_summed_and_unused_on_all_stays_none",
@@ -64,6 +72,7 @@ TESTS = {  # id: names of tests, "file::test"
 }  # fmt: skip
 
 NOT_EXPRESSIBLE = {  # id: why this code cannot have the fault
+    9: "One head_dim serves q, k and v, so a model with two head sizes cannot be built.",
     26: "Buckets makes no stream of its own: the copy into a bucket and the start of its sum run in"
         " the hook, on the stream that autograd made current (reasoned, not run on a GPU).",
 }  # fmt: skip
