@@ -17,12 +17,12 @@ Picture                  TP                              TP + SP
 Cost      held: matrices / tp, norms whole. TP keeps norms and residuals of every token on every
           rank; with SP all that a block keeps is divided by tp. Sent per block, forward: TP 2
           all-reduce, SP 2 all-gather + 2 reduce-scatter of B·T·D elements, the same bytes;
-          backward as much. SP keeps shards and gathers them again for the weight gradients: a
-          quarter more, for two whole (B, T, D) less a block.
+          backward as much. For the weight gradients SP gathers its shards again: a quarter more
+          bytes, and no block keeps the two whole (B, T, D) that entered.
 Pays      while transfers are faster than the products between them; a larger batch doesn't
           help, as both grow with it (section 7). On a link of 450 GB/s that goes well to tp 8, on
           the 50 GB/s between nodes it doesn't: tp stays inside the node. Measured by others, tp 8
-          on one node to 16 on two: 48 to 76 % fewer tokens a second (Ultra-Scale Playbook).
+          on one node to 16 on two: 50 to 76 % fewer tokens a second (Ultra-Scale Playbook).
 Forget    with SP, the gradients of the norms. Each rank has those of its own tokens only; without a
           sum over tp the loss is right in step 1, and nine gradients are not: a norm's weight
           is off by a relative error 0.424 in this demo.

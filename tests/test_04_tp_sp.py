@@ -564,6 +564,29 @@ def test_gradients_are_summed_over_the_ranks_that_hold_the_parameter():
     assert kinds[15.0] == 4 * 5 and kinds[3.0] == kinds[12.0] == 2 * 4
 
 
+def forgetful_worker():
+    c = config(kv_heads=4)
+    group, _ = make_groups(c.kv_heads)
+    tokens, labels = batch(c)
+    expected_loss, expected = dense_run(c, tokens, labels)
+    model = memory.build(c, dtype=F64)
+    tp.cut(model, group)
+    loss = model.loss(model(tokens), labels)
+    loss.backward()  # and no sum_partial_gradients
+    errors = {
+        name: dp.relative_error(p.grad, own(expected, c, group)[name])
+        for name, p in model.named_parameters()
+    }
+    wrong = {name for name, error in errors.items() if error > 1e-11}
+    return dp.relative_error(loss.detach(), expected_loss), wrong, len(errors)
+
+
+def test_without_the_sum_the_loss_is_right_and_all_norm_gradients_are_wrong():
+    for loss_error, wrong, compared in dp.launch(forgetful_worker, 4, timeout=20):
+        assert loss_error < 1e-13 and compared == 21
+        assert len(wrong) == 2 * CONFIG.layers + 1 and all("norm" in name for name in wrong)
+
+
 # --- The vocabulary ---------------------------------------------------------------------------
 
 
