@@ -74,7 +74,7 @@ TESTS = {  # id: names of tests, "file::test"
     49: f"{ZERO}every_element_counts_once_in_the_norm",
     50: f"{ZERO}every_stage_computes_what_one_process_computes",
     51: f"{CKPT}there_and_back_through_other_layouts_is_bit_for_bit",
-    52: f"{ZERO}ranks_with_different_numbers_of_parameters",
+    52: f"{CKPT}ranks_with_different_numbers_of_parameters",
     53: f"{ZERO}infinity_on_one_shard_skips_the_step_everywhere",
     55: f"{ZERO}recomputation_with_a_frozen_block_finds_its_parameters_and_gathers_no_more",
     114: f"{CP}merge_of_very_different_scores {CP}scores_hundreds_apart",
@@ -111,7 +111,7 @@ NOT_EXPRESSIBLE = {  # id: why this code cannot have the fault
     156: "No average exists in this code: every reduction is a SUM, or a MAX of flags.",
     163: "There is one data source for all ranks and one seed in the arguments; a rank's part is a"
          " function of the step and its coordinates, never a shuffle of its own.",
-    164: "There is no dropout.",
+    164: "There is no dropout anywhere in this repository.",
     166: "There is no validation loop, and the number of steps is an argument on all ranks.",
     26: "Buckets makes no stream of its own: the copy into a bucket and the start of its sum run in"
         " the hook, on the stream that autograd made current (reasoned, not run on a GPU).",
