@@ -391,15 +391,15 @@ def sum_partial_gradients(model, group, sharing=None, sequence=True):
     Norms saw this rank's tokens only, if the sequence is scattered; without SP they saw all of
     them, and a sum would multiply by tp. A shared kv head saw this rank's query heads only.
     """
-    sums, parameters = [], dict(model.named_parameters())
-    if sequence:
-        whole = [p for name, p in parameters.items() if cut_dimension(name) is None]
-        sums += [(p, group) for p in whole]  # forget
-    if sharing is not None:
-        sums += [(p, sharing) for name, p in parameters.items() if re.fullmatch(KV, name)]
-    for p, ranks in sums:
-        if p.requires_grad:
-            dist.all_reduce(p.grad, group=ranks)
+    grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    whole = [grad for name, grad in grads.items() if cut_dimension(name) is None]
+    if whole and sequence:
+        flat = torch.cat(whole)  # vectors, and few numbers: one call for all
+        dist.all_reduce(flat, group=group)  # forget
+        torch._foreach_copy_(whole, flat.split([len(grad) for grad in whole]))
+    for name, grad in grads.items():
+        if sharing is not None and re.fullmatch(KV, name):
+            dist.all_reduce(grad, group=sharing)
 
 
 # --- 6. Overlap: products while the pieces travel ---------------------------------------------
@@ -570,10 +570,10 @@ def sent(c, B, T, dtype, tp, sequence=True, kinds=None):
 
 def sent_partial(c, tp, sequence=True, grad=4):
     """(calls, bytes) of sum_partial_gradients over tp, and over the ranks that share a kv head."""
-    norms = (2 * c.layers + 1) if sequence else 0
+    norms = (2 * c.layers + 1) * c.dim if sequence else 0
     kv, share = 2 * c.layers if tp > c.kv_heads else 0, max(tp // c.kv_heads, 1)
     return (
-        (norms, Fraction(2 * (tp - 1) * norms * c.dim * grad, tp)),
+        (min(norms, 1), Fraction(2 * (tp - 1) * norms * grad, tp)),
         (kv, Fraction(2 * (share - 1) * kv * c.dim * c.head_dim * grad, share)),
     )
 
