@@ -39,7 +39,6 @@ from contextlib import ExitStack
 from fractions import Fraction
 from functools import partial
 from importlib import import_module
-from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -120,9 +119,11 @@ class Flat:
         n, rank = 1, 0
         if group is not None:
             n, rank = dist.get_world_size(group), dist.get_rank(group)
-        ends = list(accumulate(p.numel() for p in parameters.values()))
-        self.range = {name: (end - p.numel(), end) for (name, p), end in zip(parameters.items(), ends)}
-        self.length = padded(ends[-1], n)
+        self.range, self.used = {}, 0
+        for name, p in parameters.items():
+            self.range[name] = (self.used, self.used + p.numel())
+            self.used += p.numel()
+        self.length = padded(self.used, n)
         self.n, self.stage = n, stage if n > 1 and self.length else 0  # is there anything to cut?
         self.mine = slice(rank * self.length // n, (rank + 1) * self.length // n)
 
@@ -132,7 +133,8 @@ class Flat:
         self.whole = first.new_zeros(self.length)
         for name, view in self.views(self.whole).items():
             parameters[name].data = view.copy_(parameters[name])
-        self.filled, self.wait = True, None  # is `whole` there, or has it been asked for?
+        self.filled = True  # is `whole` there, or has it been asked for?
+        self.gathering = self.reducing = None  # what waits for a collective that is under way
         self.shard = self.whole[self.mine]
         if self.stage == 3:
             self.shard = self.shard.clone()
@@ -175,17 +177,17 @@ class Flat:
         if not self.filled:
             if self.stage == 3:
                 self.whole.untyped_storage().resize_(self.length * self.whole.element_size())
-            self.wait = all_gather(self.whole, self.shard, self.group, self.wire)
+            self.gathering = all_gather(self.whole, self.shard, self.group, self.wire)
             self.filled = True
 
     def arrive(self):
         """Wait until it is filled."""
-        if self.wait:
-            self.wait()
-            self.wait = None
+        if self.gathering:
+            self.gathering()
+            self.gathering = None
 
     def free(self):
-        """Give the memory back; the parameters keep their shapes, and their view of this storage."""
+        """Give the memory back; the parameters keep their shapes and their view of this storage."""
         if self.stage == 3 and self.filled:
             self.arrive()
             self.whole.untyped_storage().resize_(0)
@@ -195,9 +197,12 @@ class Flat:
 
     def restart(self):
         """Before the first backward of a step."""
-        self.missing, self.passes = set(self.parameters), 0
+        self.missing, self.passes = set(self.parameters), 0  # in this pass; passes complete
+        self.fresh = set(self.parameters)  # whose place in `full` has nothing of this step yet
         self.ready = False  # are all gradients of a pass here, and not reduced yet?
         self.reduced = False
+        if self.trainable:
+            (self.full[self.used :] if self.stage < 2 else self.grad).zero_()
 
     def collect(self, name, p):
         """Add p's finished gradient to `full`. Returns True if it was the last one of this pass."""
@@ -205,9 +210,15 @@ class Flat:
             raise RuntimeError(f"{name}: more backward passes than begin(passes) was told")
         if self.full is None:
             self.full = torch.zeros(self.length, dtype=self.grad.dtype, device=self.grad.device)
+            self.fresh = set(self.parameters)
         start, stop = self.range[name]
-        self.full[start:stop].view(p.shape).add_(p.grad)
+        place = self.full[start:stop].view(p.shape)
+        if name in self.fresh:  # overwrites what the last step has left there
+            place.copy_(p.grad)
+        else:
+            place.add_(p.grad)
         p.grad = None
+        self.fresh.discard(name)
         self.missing.discard(name)
         if self.missing:
             return False
@@ -218,13 +229,15 @@ class Flat:
         """Start to sum `full` over the ranks; each gets its part, in its place in `full`."""
         self.ready, self.reduced = False, True
         if self.stage > 0:
-            self.wait = reduce_scatter(self.full[self.mine], self.full, self.group)
+            self.reducing = reduce_scatter(self.full[self.mine], self.full, self.group)
 
     def unreduced(self):
         return self.full is not None and not (self.reduced and self.stage < 2)
 
     def reduce_done(self):
-        self.arrive()
+        if self.reducing:
+            self.reducing()
+            self.reducing = None
         if self.stage > 1:
             self.grad += self.full[self.mine]
             self.full = None
@@ -297,7 +310,7 @@ class Optimizer:
             for name, (_, _, weight) in flat.pieces(flat.master).items():
                 self.weights[name] = weight.detach()
                 self.weights[name].grad = gradients[name][2]
-        matrices = {name for flat in self.order for name, p in flat.parameters.items() if p.dim() > 1}
+        matrices = {name for p, name in names.items() if p.dim() > 1}
         self.inner = make(
             [w for name, w in self.weights.items() if name in matrices],
             [w for name, w in self.weights.items() if name not in matrices],
@@ -306,7 +319,7 @@ class Optimizer:
         self._step(0.0, torch.ones((), device=device))  # a skipped step: torch makes its state
         if stage == 3:
             self.window = Window(units, self.units)
-        self.in_flight = None
+        self.in_flight = []
         self.begin()
 
     def begin(self, passes=1):
@@ -315,8 +328,8 @@ class Optimizer:
 
     def gradient_finished(self, flat, name, p):
         """A gradient is complete. Stage 1 reduces in the last pass, 2 and 3 in every one."""
-        if self.in_flight is flat:  # its buffer is still travelling
-            self.finish_reduce()
+        if flat in self.in_flight:  # its buffer is still travelling
+            self.finish_reduces()
         if flat.collect(name, p):
             flat.ready = flat.stage > 1 or flat.passes == self.passes
         while self.order[self.turn].ready:
@@ -324,15 +337,17 @@ class Optimizer:
             self.turn = (self.turn + 1) % len(self.order)
 
     def start_reduce(self, flat):
-        """One at a time, beside the backward of the next unit: two units' gradients exist."""
-        self.finish_reduce()
+        """It travels while the next unit computes. From stage 2 on, one at a time: two units'
+        gradients exist then, the one that travels and the one that is made."""
+        if flat.stage > 1:
+            self.finish_reduces()
         flat.reduce()
-        self.in_flight = flat
+        self.in_flight.append(flat)
 
-    def finish_reduce(self):
-        if self.in_flight:
-            self.in_flight.reduce_done()
-            self.in_flight = None
+    def finish_reduces(self):
+        for flat in self.in_flight:
+            flat.reduce_done()
+        self.in_flight.clear()
 
     def sum_gradients(self):
         """After the last backward of a step: finish all sums over `shard`, then sum over `same`."""
@@ -342,11 +357,11 @@ class Optimizer:
                     raise RuntimeError(f"{name} was frozen or freed after the shards were laid out")
                 if flat.trainable and name in flat.missing and not flat.passes:
                     raise RuntimeError(f"{name} has no gradient on rank {dist.get_rank()}")
-        self.finish_reduce()
+        self.finish_reduces()
         for flat in self.order:
             if flat.unreduced():
                 self.start_reduce(flat)
-        self.finish_reduce()
+        self.finish_reduces()
         for flat in self.order:
             for group in flat.same:
                 dist.all_reduce(flat.grad, group=group)
@@ -368,7 +383,6 @@ class Optimizer:
         self._step(lr, skip)
         self.spread()
         for flat in self.order:
-            (flat.grad if flat.full is None else flat.full).zero_()
             flat.restart()
         self.begin()
 
@@ -379,13 +393,13 @@ class Optimizer:
         self.inner.step()
 
     @torch.no_grad()
-    def spread(self):
-        """From the masters to the weights the model computes with."""
+    def spread(self, frozen=False):
+        """From the masters to the weights the model computes with; frozen ones only if told."""
         for flat in self.flats:
             flat.free()  # a forward without a backward has left its last unit
             if flat.master is not flat.shard:
                 flat.shard.copy_(flat.master)
-            if flat.trainable and flat.stage in (1, 2):
+            if flat.stage in (1, 2) and (flat.trainable or frozen):
                 flat.filled = False
                 flat.gather()
         for flat in self.flats:
@@ -521,7 +535,7 @@ class Window:
 
 
 def llama_units(model):
-    """The units of 01's Llama, or of a pipeline stage of it: embedding, each block, norm and head."""
+    """The units of 01's Llama, or of a stage of it: the embedding, each block, norm and head."""
     units = [[model.embed_tokens], *([block] for block in model.layers.values())]
     units.append([model.norm, model.lm_head])
     return [unit for unit in units if unit[0] is not None]
@@ -556,7 +570,7 @@ def sent(stage, flats, units, n, weight=4, gradient=4, m=1):
         return {}
     once = list(flats.values())
     gathered, reduced = once, once * (1 if stage == 1 else m)
-    if stage == 3:  # every unit in forward; in backward again, but for the last, which is still there
+    if stage == 3:  # in backward every unit again, but for the last, which is still there
         gathered = [flats[k] for unit in units + units[:-1] for k in unit] * m
     return {
         "all_gather": (len(gathered), Fraction((n - 1) * sum(gathered) * weight, n)),
@@ -787,7 +801,7 @@ def restore(folder, optimizer, group, log=print, boxes=None):
     fresh = together(lambda: load(folder, optimizer.state(boxes)), group)
     if names := sorted(set().union(*fresh)):
         log(f"fresh optimizer state for {len(names)} parameters that had none: {names[0]} …")
-    optimizer.spread()
+    optimizer.spread(frozen=True)
     return read_index(folder)
 
 
@@ -811,7 +825,7 @@ def build(stage, config, group):
 
 
 def train_step(model, optimizer, sample, step, group):
-    """One step on this rank's part of the batch; returns the clipped gradients if it is the first."""
+    """One step on this rank's part of the batch; returns the clipped gradients of the first."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     numbers = dp.my_samples(step, MICRO_BATCHES * world, rank, world)
     batches = dp.micro_batches(sample, numbers, 1, dp.device())
@@ -835,7 +849,8 @@ def dense_run(config, sample, batch):
     """The same on one device: gradients of the first step, clipped; weights after the last."""
     model = memory.build(config, dtype=torch.float64, device=dp.device())
     parameters = list(model.parameters())
-    optimizer = adamw([p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() < 2])
+    vectors = [p for p in parameters if p.dim() < 2]
+    optimizer = adamw([p for p in parameters if p.dim() > 1], vectors)
     for step in range(STEPS):
         numbers = range(step * batch, (step + 1) * batch)
         tokens, labels = dp.micro_batches(sample, numbers, batch, dp.device())[0]
@@ -848,7 +863,7 @@ def dense_run(config, sample, batch):
     return {"gradient": first, "weight": {n: p.detach() for n, p in model.named_parameters()}}
 
 
-def size(tensors):
+def bytes_of(tensors):
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
@@ -861,14 +876,15 @@ def measure(stage, config, sample, expected, group):
         train_step(model, optimizer, sample, 1, group)
     train_step(model, optimizer, sample, 2, group)
 
-    flats, units = llama_layout(config, world)
+    flats, units = llama_layout(config, world if stage else 1)
     holds = held(stage, flats, units, world, 8, 8, 0, 16)
-    sizes = {kind: size(tensors) for kind, tensors in optimizer.tensors().items()}
-    held_row = [stage, *sizes.values(), sum(sizes.values()), sum(holds[kind] for kind in sizes)]
+    sizes = {kind: bytes_of(tensors) for kind, tensors in optimizer.tensors().items()}
+    measured, formula = sum(sizes.values()), sum(holds[kind] for kind in sizes)
+    shown = [sizes[kind] for kind in ("parameters", "gradients", "moments")]  # fp64: no master copy
+    held_row = [stage, *shown, measured, formula]
     sent_rows = []
-    for name, formula in sent(stage, flats, units, world, 8, 8, MICRO_BATCHES).items():
-        measured = wire.calls["dp", name], wire.bytes["dp", name]
-        sent_rows.append([stage, name, measured[0], formula[0], measured[1], formula[1]])
+    for name, (calls, size) in sent(stage, flats, units, world, 8, 8, MICRO_BATCHES).items():
+        sent_rows.append([stage, name, wire.calls["dp", name], calls, wire.bytes["dp", name], size])
 
     failures = []
     ours = {"gradient": clipped, "weight": weights(optimizer)}
@@ -877,7 +893,7 @@ def measure(stage, config, sample, expected, group):
         if not error < 1e-10:
             failures.append(f"{name} {kind} at stage {stage}, relative error {error:.3g}")
         held_row.append(f"{error:.0e}")
-    if held_row[5] != held_row[6]:
+    if measured != formula:
         failures.append(f"stage {stage} holds other bytes than the formula says")
     if any(row[2] != row[3] or row[4] != row[5] for row in sent_rows):
         failures.append(f"stage {stage} sends other bytes than the formula says")
@@ -912,8 +928,8 @@ def resume(config, sample, group):
     if dist.get_rank() == 0:
         shutil.rmtree(directory)
     dp.log(
-        f"\ncheckpoint  {written:,} bytes in {seconds:.2f} s, written at stage 3, resumed at stage 1:"
-        f"\n            after the next step the worst weight differs by {error:.0e}   {name}"
+        f"\ncheckpoint  {written:,} bytes in {seconds:.2f} s, saved at stage 3, read at stage 1:\n"
+        f"            after the next step weights differ by {error:.0e} at most   {name}"
     )
     return [] if error < 1e-12 else [f"{name} weight after resuming, relative error {error:.3g}"]
 
@@ -933,7 +949,7 @@ def demo(args):
     expected = dense_run(config, sample, batch) if dist.get_rank() == 0 else {}
     stages = [measure(stage, config, sample, expected, group) for stage in range(4)]
     if expected:
-        head = ["stage", "parameters", "gradients", "master", "moments", "sum held", "formula"]
+        head = ["stage", "parameters", "gradients", "moments", "held", "formula"]
         dp.table(head + ["g err", "w err"], [row for row, _, _ in stages])
         dp.log()
         head = ["stage", "sent over dp", "calls", "formula", "bytes", "formula"]
@@ -946,7 +962,7 @@ def main():
     parser = argparse.ArgumentParser(description="ZeRO-1, 2 and 3 against one device")
     parser.add_argument("--dp", type=int, default=4, help="ranks, when started as plain python")
     args = parser.parse_args()
-    adamw([torch.zeros(1)], [])  # torch.optim imports much at its first use: once, not in every rank
+    adamw([torch.zeros(1)], [])  # torch.optim imports much at its first use: once, before the fork
     return dp.launch(demo, args.dp, args)[0]
 
 

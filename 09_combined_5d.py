@@ -57,6 +57,7 @@ def parse(argv=None):
     p.add_argument("--zero", type=int, default=0, help="ZeRO stage, 0 to 3")
     p.add_argument("--hybrid", type=int, default=0, metavar="N",
                    help="ZeRO inside each N neighbours of dp, sums across")  # fmt: skip
+    p.add_argument("--recompute", default="none", help="none, selective, full, full:K (K layers)")
     p.add_argument("--batch", type=int, default=12, help="global batch, in sequences")
     p.add_argument("--micro-batch", type=int, help="sequences at a time (default: batch / dp)")
     p.add_argument("--seq", type=int, default=128, help="tokens of a sequence")
@@ -101,6 +102,8 @@ def violations(args, world):
     known("--optimizer", args.optimizer, ["adamw", "sgd"])
     known("--dtype", args.dtype, list(DTYPES))
     known("--cp-kind", args.cp_kind, list(cp.KINDS))
+    if not re.fullmatch(r"none|selective|full(:\d+)?", args.recompute):
+        wrong.append(f"--recompute {args.recompute}: none, selective, full, or full:K for K layers")
     if args.zero not in range(4):
         wrong.append(f"--zero {args.zero}: 0, 1, 2 or 3")
     if args.hybrid and (args.zero == 0 or args.hybrid < 1 or args.dp * args.cp % args.hybrid):
@@ -206,10 +209,9 @@ def mesh(sizes, *joint):
 
 
 def zero_groups(args, groups):
-    """Where ZeRO cuts: the name of the group for each `shard` of the sync table, and its ranks.
+    """Hybrid ZeRO's groups: it cuts what the sync table calls `shard` into nodes of N neighbours.
 
-    Hybrid ZeRO cuts each group into nodes of N neighbours: its shards lie inside a node, and the
-    ranks with the same place in their nodes hold the same.
+    The ranks with the same place in their nodes hold the same.
     """
     n, extra = args.hybrid, {}
     if n:
@@ -295,6 +297,7 @@ def placement(args, names):
 def compose(args, groups, device):
     """Everything a rank holds, in the order in which the chapters build on each other."""
     model = memory.build(memory.PRESETS[args.model], args.seed, DTYPES[args.dtype], device)  # 01
+    memory.recompute(model, args.recompute)  # 01
     if args.cp > 1:
         cp.use(model, groups["cp"], args.cp_kind)  # 07
     if args.tp > 1:
@@ -395,27 +398,34 @@ def sent(args, optimizer, groups):
             *(((cut, collective), cost) for collective, cost in over_cut.items()),
             *(((axis, "all_reduce"), dp.sent(shards, size[axis])) for axis in same),
         ]:
-            costs[key] = tuple(map(sum, zip(costs.get(key, (0, 0)), cost)))
+            costs[key] = add(costs.get(key), cost)
     for key, (calls, nbytes) in activations_sent(args).items():
-        more = micro_batches * calls, micro_batches * nbytes
-        costs[key] = tuple(map(sum, zip(costs.get(key, (0, 0)), more)))
+        costs[key] = add(costs.get(key), (micro_batches * calls, micro_batches * nbytes))
     # Control: the valid tokens in int64; the loss and the squared norm in float64.
     costs["tokens", "all_reduce"] = dp.sent([8], size["tokens"])
     costs["control", "all_reduce"] = dp.sent([16], size["control"])
     return costs
 
 
+def add(cost, more):
+    """Two (calls, bytes) as one; the first may be None."""
+    return tuple(map(sum, zip(cost or (0, 0), more)))
+
+
 def activations_sent(args):
     """The same for a micro-batch, forward and backward: attention over cp, matrices over tp."""
     c, dtype, B, costs = memory.PRESETS[args.model], DTYPES[args.dtype], args.micro_batch, {}
+    kinds = [memory.kind_of(args.recompute, layer) for layer in range(c.layers)]
     if args.cp > 1:
         heads = c.heads // args.tp, max(c.kv_heads // args.tp, 1), c.head_dim
-        layer = cp.sent(args.cp_kind, B, args.seq, *heads, args.cp, dtype)
-        for collective, (calls, nbytes) in layer.items():
-            costs["cp", collective] = c.layers * calls, c.layers * nbytes
+        for kind in kinds:
+            forwards = 2 if kind == "full" else 1
+            layer = cp.sent(args.cp_kind, B, args.seq, *heads, args.cp, dtype, forwards=forwards)
+            for collective, cost in layer.items():
+                costs["cp", collective] = add(costs.get(("cp", collective)), cost)
     if args.tp > 1:
-        for collective, cost in tp.sent(c, B, args.seq // args.cp, dtype, args.tp).items():
-            costs["tp", collective] = cost
+        layers = tp.sent(c, B, args.seq // args.cp, dtype, args.tp, kinds=kinds)
+        costs |= {("tp", collective): cost for collective, cost in layers.items()}
     return costs
 
 

@@ -22,9 +22,10 @@ IDS = {
     "09": "145 146 148 149 150 151 152 153",
     "X": "156 157 158 159 161 162 163 164 165 166 167",
 }
-WRITTEN = ["01", "02", "07"]  # chapters whose every id has to be mapped
+WRITTEN = ["01", "02", "03", "07"]  # chapters whose every id has to be mapped
 
-MEMORY, DP, CP = (f"{file}::test_" for file in ("test_01_memory", "test_02_dp", "test_07_cp_ring"))
+FILES = "01_memory", "02_dp", "03_zero", "03_checkpoint", "07_cp_ring"
+MEMORY, DP, ZERO, CKPT, CP = (f"test_{file}::test_" for file in FILES)
 
 TESTS = {  # id: names of tests, "file::test"
     2: f"{MEMORY}stages_keep_their_own_bytes",
@@ -54,6 +55,28 @@ TESTS = {  # id: names of tests, "file::test"
     27: f"{DP}infinity_on_one_rank_is_seen_by_all",
     28: f"{DP}every_form_has_the_gradients_of_one_device",
     29: f"{DP}any_split_of_one_global_batch_is_the_same_training",
+    30: f"{ZERO}empty_shards_and_empty_parameters",
+    31: f"{ZERO}one_rule_says_what_belongs_to_a_rank",
+    33: f"{CKPT}there_and_back_through_other_layouts_is_bit_for_bit",
+    34: f"{ZERO}the_padded_length_is_the_next_multiple",
+    35: f"{ZERO}one_rule_says_what_belongs_to_a_rank",
+    37: f"{ZERO}no_micro_batch_is_lost_or_counted_twice_also_when_deferred"
+        f" {ZERO}every_collective_is_waited_for_exactly_once",
+    38: f"{ZERO}gradients_may_arrive_in_any_order",
+    39: f"{ZERO}the_size_of_a_unit_changes_nothing",
+    41: f"{ZERO}a_unit_out_of_turn_is_refused",
+    42: f"{ZERO}empty_shards_and_empty_parameters",
+    43: f"{CKPT}there_and_back_through_other_layouts_is_bit_for_bit",
+    45: f"{ZERO}frozen_weights_stay_as_they_are_and_nothing_is_kept_for_them",
+    46: f"{CKPT}unfreezing_through_a_checkpoint {ZERO}what_cannot_be_right_is_refused_by_name",
+    47: f"{ZERO}bf16_and_fp32_parameters_in_one_unit",
+    48: f"{ZERO}every_element_counts_once_in_the_norm",
+    49: f"{ZERO}every_element_counts_once_in_the_norm",
+    50: f"{ZERO}every_stage_computes_what_one_process_computes",
+    51: f"{CKPT}there_and_back_through_other_layouts_is_bit_for_bit",
+    52: f"{CKPT}ranks_with_different_numbers_of_parameters",
+    53: f"{ZERO}infinity_on_one_shard_skips_the_step_everywhere",
+    55: f"{ZERO}recomputation_with_a_frozen_block_finds_its_parameters_and_gathers_no_more",
     114: f"{CP}merge_of_very_different_scores {CP}scores_hundreds_apart",
     116: f"{CP}merge_of_rows_that_see_nothing {CP}fused_kernels_are_the_formulas",
     118: f"{CP}model_gradient_by_gradient",
@@ -67,12 +90,29 @@ TESTS = {  # id: names of tests, "file::test"
     127: f"{CP}attention_of_every_kind",
     128: f"{CP}the_group_is_an_argument",
     129: f"{CP}attention_of_every_kind {CP}ulysses_refuses_heads_that_do_not_divide",
+    157: f"{ZERO}the_gather_takes_a_wire_format",
+    158: "test_02_tools::test_a_rank_that_fails_takes_the_others_down",
+    161: f"{CKPT}the_main_job_resumes_in_another_layout"
+         " test_02_tools::test_an_epoch_is_every_window_once_and_the_next_one_another_order",
+    162: f"{CKPT}the_same_layout_goes_on_bit_for_bit",
+    165: f"{CKPT}a_damaged_checkpoint_is_passed_over_and_said_so"
+         f" {CKPT}a_rank_killed_while_saving_leaves_the_last_good_one"
+         f" {CKPT}a_full_disk_fails_on_all_ranks_alike_and_training_goes_on",
+    167: f"{CKPT}the_same_layout_goes_on_bit_for_bit {CKPT}bf16_goes_on_bit_for_bit"
+         f" {CKPT}training_goes_on_in_another_layout",
     130: f"{CP}work_is_equal_with_zigzag_and_2n_minus_1_to_1_without"
          f" {CP}each_visible_pair_is_computed_once",
 }  # fmt: skip
 
 NOT_EXPRESSIBLE = {  # id: why this code cannot have the fault
     9: "One head_dim serves q, k and v, so a model with two head sizes cannot be built.",
+    40: "Gradients are copied into the flat buffer on the stream that autograd made current; 03 makes"
+        " no side streams.",
+    156: "No average exists in this code: every reduction is a SUM, or a MAX of flags.",
+    163: "There is one data source for all ranks and one seed in the arguments; a rank's part is a"
+         " function of the step and its coordinates, never a shuffle of its own.",
+    164: "There is no dropout anywhere in this repository.",
+    166: "There is no validation loop, and the number of steps is an argument on all ranks.",
     26: "Buckets makes no stream of its own: the copy into a bucket and the start of its sum run in"
         " the hook, on the stream that autograd made current (reasoned, not run on a GPU).",
 }  # fmt: skip

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 memory = import_module("01_memory")
 dp = import_module("02_dp")
@@ -17,8 +17,9 @@ zero = import_module("03_zero")
 
 STAGES = (0, 1, 2, 3)
 T, BATCH, LR, DECAY = 7, 12, 0.05, 0.3
-CONFIG = memory.Config(vocab=61, dim=12, layers=3, heads=2, kv_heads=1, ffn=20)  # odd: 61, 7
-TIED = memory.Config(vocab=61, dim=12, layers=3, heads=2, kv_heads=1, ffn=20, tied=True)
+SIZES = {"vocab": 61, "dim": 15, "layers": 3, "heads": 2, "kv_heads": 1, "ffn": 19, "head_dim": 6}
+CONFIG = memory.Config(**SIZES)  # units of 915, 1425 and 930: no even number of ranks divides them
+TIED = memory.Config(**SIZES, tied=True)
 
 
 def make(kind, matrices, vectors):
@@ -121,7 +122,7 @@ def parity(cases, steps, frozen):
             ours.update({(name, step): g for name, g in found.items()})
             assert abs(loss - losses[step]) < 1e-12
         case = stage, m, kind, config.tied
-        assert len(expected) == steps * (len(final) - len([n for n in final if n.startswith(frozen)]))
+        assert len(expected) == steps * len([n for n in final if not n.startswith(frozen)])
         error, name = dp.worst_error(ours, expected)
         assert error < 1e-11, (case, name, error)
         error, name = dp.worst_error(weights(optimizer), final)
@@ -130,9 +131,17 @@ def parity(cases, steps, frozen):
             start, now = dict(llama(config).named_parameters()), weights(optimizer)
             for name in (n for n in start if n.startswith(frozen)):
                 assert torch.equal(now[name], start[name]), name
+            trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            ours = optimizer.tensors()
+            held = torch.tensor([sum(t.numel() for t in ours[k]) for k in ("moments", "gradients")])
+            if stage:
+                dist.all_reduce(held)  # padding, and at stage 1 every rank's own, at the most
+            assert held[0] == 2 * trained, (stage, held, trained)
+            ranks = dist.get_world_size() if stage == 1 else 1
+            assert 0 <= held[1] - ranks * trained <= ranks * len(optimizer.order), (stage, held)
         if stage < 3:  # what the model computes with is what the shards say
             assert all(torch.equal(p, weights(optimizer)[n]) for n, p in model.named_parameters())
-    return dist.get_world_size(), len(final)
+    return dist.get_world_size(), len(final)  # tied: the last case has one tensor less
 
 
 CASES = [
@@ -150,9 +159,9 @@ CASES = [
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_every_stage_computes_what_one_process_computes(world):
-    cases = CASES if world == 2 else [CASES[2], CASES[4], CASES[8]]
+    cases = CASES if world == 2 else [CASES[2], CASES[4], CASES[8]] if world < 4 else CASES[7:]
     for ranks, compared in dp.launch(parity, world, cases, 5, (), timeout=20):
-        assert ranks == world and compared == 29  # tied: the last case has one tensor less
+        assert ranks == world and compared == 29
 
 
 FROZEN = ("embed_tokens", "layers.0.", "layers.2.mlp", "layers.1.input_layernorm")
@@ -178,7 +187,7 @@ def test_every_stage_in_every_combination(world, frozen):
 
 
 class Toy(nn.Module):
-    """Three units of odd sizes. Weights of memory.Linear, so that their gradients can be deferred."""
+    """Units of odd sizes, of memory.Linear, so that weight gradients can be deferred."""
 
     def __init__(self, sizes=((5, 3), (3, 7), (7, 1)), dtype=torch.float64):
         super().__init__()
@@ -310,7 +319,7 @@ def test_the_padded_length_is_the_next_multiple():
 
 
 def one_cut(stage):
-    """Parameter, gradient, master and moments cover the same elements, padding over several ranks."""
+    """Parameter, gradient, master and moments cover the same; padding is on several ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     p = nn.Parameter(torch.arange(12, dtype=torch.bfloat16).view(3, 4))
     q = nn.Parameter(torch.arange(100, 103, dtype=torch.bfloat16))
@@ -511,7 +520,7 @@ def test_small_steps_and_small_gradients_are_not_rounded_away():
 
 
 def lossy(stage):
-    """The gather in bf16, of an fp32 model: what is computed with is rounded, the shards are not."""
+    """The gather in bf16, of an fp32 model: what computes is rounded, the shards are not."""
     wire = (lambda shard: shard.bfloat16(), lambda packed: packed.float())
     model = llama(CONFIG, dtype=torch.float32)
     optimizer = sharded(model, zero.llama_units(model), stage, wire=wire)
@@ -524,7 +533,7 @@ def lossy(stage):
     if stage == 3:
         block = model.layers["1"]
         block.mlp.register_forward_hook(lambda module, x, y: seen.update(
-            {f"layers.1.{n}": p.detach().clone() for n, p in block.named_parameters()}))  # fmt: skip
+            {n: p.detach().clone() for n, p in block.named_parameters()}))  # fmt: skip
     with dp.Wire() as wire:
         step_of(model, optimizer, 1, 1)
     if stage < 3:
@@ -665,7 +674,8 @@ def hybrid(cases):
         # across nodes: once a step, whatever m, and only this rank's half of the gradients
         lengths = [flat.length // 2 * 8 for flat in optimizer.flats]
         calls, size = dp.sent(lengths, 2)
-        assert (wire.calls["across", "all_reduce"], wire.bytes["across", "all_reduce"]) == (calls, size)
+        key = "across", "all_reduce"
+        assert (wire.calls[key], wire.bytes[key]) == (calls, size)
         assert calls == CONFIG.layers + 2
     return shard.size(), same[0].size()
 
@@ -721,7 +731,7 @@ def bytes_held_and_sent(stage, config, m, dtype):
     model = llama(config, dtype=dtype)
     optimizer = sharded(model, zero.llama_units(model), stage)
     step_of(model, optimizer, 0, m)
-    flats, units = layout(config, n)
+    flats, units = layout(config, n if stage else 1)
     master = wide.itemsize if wide != dtype else 0
     formula = zero.held(
         stage, flats, units, n, dtype.itemsize, wide.itemsize, master, 2 * wide.itemsize
@@ -780,13 +790,13 @@ def all_bytes():
         [bytes_held_and_sent(stage, config, m, dtype) for stage in STAGES]
         for config, m, dtype in [
             (CONFIG, 1, torch.float64),
-            (CONFIG, 2, torch.bfloat16),
-            (TIED, 2, torch.float32),
+            (CONFIG, 3, torch.bfloat16),
+            (TIED, 3, torch.float32),
         ]
     ]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_bytes_held_and_sent_are_what_the_functions_say(world):
     for by_stage in dp.launch(all_bytes, world, timeout=20)[0]:
         assert by_stage == sorted(by_stage, reverse=True)  # every stage holds less
@@ -807,11 +817,9 @@ def test_the_functions_give_the_textbook_numbers():
         rows = zero.sent(stage, flats, [[k] for k in flats], 64, 1, 1)
         sent = sum(size for _, size in rows.values())
         assert sent == 63 * (100 * factor - (stage == 3))
-    flats = {"0": 64}
-    assert [sum(b for _, b in zero.sent(2, flats, [["0"]], 64, 1, 1, m).values()) for m in (1, 3)] == [
-        63 * 2,
-        63 * 4,  # (m + 1)Ψ
-    ]
+    for m in (1, 3):  # (m + 1)Ψ
+        rows = zero.sent(2, {"0": 64}, [["0"]], 64, 1, 1, m)
+        assert sum(size for _, size in rows.values()) == 63 * (m + 1)
 
 
 def kept_after_forward(stage):
@@ -883,6 +891,47 @@ def test_the_next_unit_travels_while_this_one_computes():
     assert backward == "G" "mmR" "G" "mmR" "G" "mmR" "mmR", backward
 
 
+def waits(stage):
+    """Each collective is waited for once, before what it fills is read, and buffers are let be."""
+    under_way, done = {}, []
+
+    def watched(start, name):
+        def begin(into, source, *more):
+            key = name, len(done) + len(under_way)
+            wait, before = start(into, source, *more), source.clone()
+            under_way[key] = None
+
+            def end():
+                assert name == "reduce_scatter" or torch.equal(source, before)
+                wait()
+                under_way.pop(key)  # a second wait fails here
+                done.append(name)
+
+            return end
+
+        return begin
+
+    zero.all_gather = watched(zero.all_gather, "all_gather")
+    zero.reduce_scatter = watched(zero.reduce_scatter, "reduce_scatter")
+    model = llama(TIED)
+    optimizer = sharded(model, zero.llama_units(model), stage)
+    for step in range(2):
+        batches = my_batches(step, 3)
+        optimizer.begin(3)
+        dp.accumulate_gradients(model, batches, 10)
+        optimizer.sum_gradients()
+        assert not under_way, (stage, under_way)
+        optimizer.step(LR)
+        assert not under_way, (stage, under_way)
+    return done.count("all_gather"), done.count("reduce_scatter")
+
+
+@pytest.mark.parametrize("stage, expected", [(1, (10, 10)), (2, (10, 30)), (3, (60, 30))])
+def test_every_collective_is_waited_for_exactly_once(stage, expected):
+    """Five flats, two steps of three micro-batches; the tied table is gathered for the head too."""
+    assert dp.launch(waits, 2, stage, timeout=20) == [expected] * 2
+
+
 def recomputed(stage, outside):
     expected, final, *_ = dense(CONFIG, 2, "adamw", ("layers.1.",))
     model = llama(CONFIG, ("layers.1.",))
@@ -917,17 +966,19 @@ class Outside(nn.Module):
         self.block = block
 
     def forward(self, *args):
-        return checkpoint(self.block, *args, use_reentrant=False)
+        # Without early stop recomputation runs to the block's end, and its last hook too.
+        with set_checkpoint_early_stop(False):
+            return checkpoint(self.block, *args, use_reentrant=False)
 
 
 def all_recomputed():
-    return [recomputed(stage, outside) for stage in (1, 2, 3) for outside in (True, False)]
+    return [recomputed(stage, outside) for stage, outside in ((2, True), (3, True), (3, False))]
 
 
 def test_recomputation_with_a_frozen_block_finds_its_parameters_and_gathers_no_more():
     """B55: three micro-batches, five units: 5 gathers forward, 4 backward each."""
     counts = dp.launch(all_recomputed, 2, timeout=20)[0]
-    assert counts == [0] * 4 + [3 * (5 + 4)] * 2
+    assert counts == [0] + [3 * (5 + 4)] * 2
 
 
 def without_gradients():
@@ -937,15 +988,17 @@ def without_gradients():
     tokens = torch.stack([sample(i)[0] for i in range(3)])
     with torch.no_grad():
         for _ in range(2):
-            assert torch.equal(model(tokens), expected(tokens))
+            assert dp.relative_error(model(tokens), expected(tokens)) < 1e-14
             assert storages_bytes(model.parameters()) == 0  # nothing stays
+    (model(tokens).sum() / 100).backward()
+    optimizer.sum_gradients()
     model(tokens)  # a forward that nobody goes back through
     assert storages_bytes(model.parameters()) > 0
-    step_of(model, optimizer, 0, 1)  # the rest of it doesn't survive as a stale weight
+    optimizer.step(LR)  # what it left doesn't survive as a stale weight
     with torch.no_grad():
         gathered = {name: p.clone() for name, p in weights(optimizer).items()}
         expected.load_state_dict(gathered, strict=True)
-        assert torch.equal(model(tokens), expected(tokens))
+        assert dp.relative_error(model(tokens), expected(tokens)) < 1e-14
     return storages_bytes(model.parameters())
 
 

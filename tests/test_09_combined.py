@@ -43,6 +43,9 @@ def run(capfd, *argv, code=0):
         "--dp 2 --cp 2 --zero 3 --cp-kind allgather --micro-batch 2",
         "--dp 4 --zero 2 --hybrid 2 --micro-batch 1 --optimizer sgd",
         "--cp 4 --cp-kind ulysses --zero 1",
+        "--dp 2 --tp 2 --zero 2 --recompute selective --micro-batch 3",
+        "--cp 2 --tp 2 --recompute full:3",
+        "--dp 2 --zero 3 --recompute full --micro-batch 2",
     ],
 )
 def test_check_passes(capfd, argv):
