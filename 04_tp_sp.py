@@ -94,7 +94,8 @@ def scattered(x, group):
     """This rank's shard of the sum of all x along the sequence: (B, T, D) -> (B, T/tp, D)."""
     parts = x.unflatten(1, (group.size(), -1)).movedim(1, 0).contiguous()  # (tp, B, T/tp, D)
     mine = torch.empty_like(parts[0])
-    dist.reduce_scatter(mine, list(parts), group=group)
+    single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    single(mine, parts.flatten(0, 1), group=group)  # the form with a list is slower on gloo
     return mine
 
 
@@ -391,15 +392,15 @@ def sum_partial_gradients(model, group, sharing=None, sequence=True):
     Norms saw this rank's tokens only, if the sequence is scattered; without SP they saw all of
     them, and a sum would multiply by tp. A shared kv head saw this rank's query heads only.
     """
-    sums, parameters = [], dict(model.named_parameters())
-    if sequence:
-        whole = [p for name, p in parameters.items() if cut_dimension(name) is None]
-        sums += [(p, group) for p in whole]  # forget
-    if sharing is not None:
-        sums += [(p, sharing) for name, p in parameters.items() if re.fullmatch(KV, name)]
-    for p, ranks in sums:
-        if p.requires_grad:
-            dist.all_reduce(p.grad, group=ranks)
+    grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    whole = [grad for name, grad in grads.items() if cut_dimension(name) is None]
+    if whole and sequence:
+        flat = torch.cat(whole)  # vectors, and few numbers: one call for all
+        dist.all_reduce(flat, group=group)  # forget
+        torch._foreach_copy_(whole, flat.split([len(grad) for grad in whole]))
+    for name, grad in grads.items():
+        if sharing is not None and re.fullmatch(KV, name):
+            dist.all_reduce(grad, group=sharing)
 
 
 # --- 6. Overlap: products while the pieces travel ---------------------------------------------
@@ -570,10 +571,10 @@ def sent(c, B, T, dtype, tp, sequence=True, kinds=None):
 
 def sent_partial(c, tp, sequence=True, grad=4):
     """(calls, bytes) of sum_partial_gradients over tp, and over the ranks that share a kv head."""
-    norms = (2 * c.layers + 1) if sequence else 0
+    norms = (2 * c.layers + 1) * c.dim if sequence else 0
     kv, share = 2 * c.layers if tp > c.kv_heads else 0, max(tp // c.kv_heads, 1)
     return (
-        (norms, Fraction(2 * (tp - 1) * norms * c.dim * grad, tp)),
+        (min(norms, 1), Fraction(2 * (tp - 1) * norms * grad, tp)),
         (kv, Fraction(2 * (share - 1) * kv * c.dim * c.head_dim * grad, share)),
     )
 
