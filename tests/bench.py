@@ -200,8 +200,8 @@ def main():
         parser.error("no such row" if not rows else "--pairs: at least 15")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # gloo on the CPU, also where there are GPUs
     print(f"bench   cpu/gloo   {os.cpu_count()} cores   torch {torch.__version__}\n")
-    print("wall   time until the slowest rank is done        ratio = ours / theirs, median of pairs")
-    print("cpu    processor time of the busiest rank         claim = what the ratio must not exceed")
+    print("wall   time until the slowest rank is done   ratio = ours / theirs, median of pairs")
+    print("cpu    processor time of the busiest rank    claim = what the ratio must not exceed")
     print("peak   allocated bytes of the fullest rank\n")
     print(f"{'':12}{'ratio':>7}{'95 %':>14}{'claim':>10}{'ours':>12} / theirs")
     failures = []
