@@ -3,6 +3,7 @@
 #   ./run.sh             train on real text and check against one device
 #   ./run.sh test        the tests, five minutes;  ./run.sh test full   all of them
 #   ./run.sh 04 --help   one chapter, with its arguments;  ./run.sh all   every one
+#   ./run.sh bench       beside PyTorch's own, all rows, or those whose names begin as you say
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -30,11 +31,12 @@ all)
     done
     "$0"
     ;;
+bench) run tests/bench.py "${@:2}" ;;
 [0-9][0-9])
     run "$1"_*.py "${@:2}"
     ;;
 *)
-    sed -n '2,5p' "$0" >&2
+    sed -n '2,6p' "$0" >&2
     exit 2
     ;;
 esac

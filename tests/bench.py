@@ -1,13 +1,25 @@
 """Ours against what a user would otherwise take: python tests/bench.py [--pairs N] [row …]
 
-A row has two sides. Both are the same model, weights, data, ranks and dtype; their results are
-compared first. Then they take turns, in the order a b, b a, a b …, at least 15 times, each pair
-giving one ratio of times (of the slowest rank). Machines speed up and slow down, but hardly
-between two neighbours, so the median of the ratios stands when neither time does. Peak bytes are
-what the CPU allocator held at most, from building a side to the end of its third step.
+A row has two sides: the same model, weights, data, ranks and dtype. Their results are compared
+first. Then they take turns, in the order a b, b a, a b …, at least 15 times, each pair giving one
+ratio of times. Machines speed up and slow down, but hardly between two neighbours, so the median
+of the ratios stands when neither time does. What is measured of both:
+
+wall   time until the slowest rank is done. Claims are about this.
+cpu    processor time of the busiest rank. Where ranks share cores, a rank that waits leaves its
+       core to the others and wall is about the work of all together; with a core for each rank,
+       the others wait for this one.
+peak   what the CPU allocator held at most on any rank, from building a side to the end of its
+       third step. Some rows claim this too.
+
+To add a row of chapter 0N, write both sides into tests/bench_0N.py and name them in ROWS below. A
+side is make(group) -> (step, results): step() is what is timed, and results() is called once after
+the second step and returns tensors by name. They must be equal on every rank, so a side whose ranks
+hold other parts than its rival's gathers them there.
 """
 
 import argparse
+import math
 import os
 import statistics
 import sys
@@ -28,22 +40,51 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 torch.set_num_threads(1)
 
-memory = import_module("01_memory")
+import bench_02
+import bench_03
+import bench_04
+import bench_07
+
 dp = import_module("02_dp")
-
-
-# --- 1. The harness ------------------------------------------------------------------------------
 
 
 @dataclass
 class Row:
-    """ours and theirs: make(group) -> step, and step() -> the results to compare, by name."""
+    """Two sides, and what we claim: the ratios ours / theirs are at most `wall` and `peak`."""
 
     ours: Callable
     theirs: Callable
     world: int = 2
-    bound: float = 1.0  # the median ratio ours / theirs that we claim at most
+    wall: float = 1.0
+    peak: float = math.inf
     tolerance: float = 1e-5  # relative error of the results
+
+
+RING = partial(bench_07.attention, "ring", True)
+
+ROWS = {
+    "02 buckets / DDP": Row(partial(bench_02.buckets, 6), partial(bench_02.ddp, 6)),
+    "02 buckets / DDP, 3 micro-batches": Row(
+        partial(bench_02.buckets, 2), partial(bench_02.ddp, 2)
+    ),
+    # With this option DDP copies as often as we do: a tie, up to what the hooks cost in Python.
+    "02 buckets / DDP with views": Row(
+        partial(bench_02.buckets, 6),
+        partial(bench_02.ddp, 6, gradient_as_bucket_view=True),
+        wall=1.05,
+    ),
+    "03 stage 1 / ZeroRedundancyOptimizer": Row(
+        partial(bench_03.stage, 1), bench_03.zero_redundancy, peak=1.0
+    ),
+    "03 stage 3 / FSDP2 fully_shard": Row(partial(bench_03.stage, 3), bench_03.fsdp2, peak=1.0),
+    "04 TP + SP / parallelize_module": Row(bench_04.tp_sp, bench_04.torch_tp),
+    "04 TP + SP / parallelize_module, 4 ranks": Row(bench_04.tp_sp, bench_04.torch_tp, world=4),
+    "07 ring zigzag / all-gather": Row(RING, partial(bench_07.attention, "allgather", True)),
+    "07 ring zigzag / plain ring": Row(RING, partial(bench_07.attention, "ring", False)),
+}
+
+
+# --- The harness ---------------------------------------------------------------------------------
 
 
 def interval(values, coverage=0.95):
@@ -59,44 +100,52 @@ def interval(values, coverage=0.95):
     return values[max(0, k - 1)], values[min(n - 1, n - k)]
 
 
-def seconds(step, group):
-    """How long the slowest rank takes."""
+def milliseconds(step, group):
+    """Of one step: [until the slowest rank is done, processor time of the busiest rank]."""
     dist.barrier(group)
-    begin = time.perf_counter()
+    wall, cpu = time.perf_counter(), time.process_time()
     step()
-    took = torch.tensor(time.perf_counter() - begin)
+    took = [time.perf_counter() - wall, time.process_time() - cpu]
+    took = torch.tensor(took, dtype=torch.float64) * 1000
     dist.all_reduce(took, op=dist.ReduceOp.MAX, group=group)
-    return took.item()
+    return took.tolist()
+
+
+def new_group():
+    return dist.new_group(range(dist.get_world_size()), timedelta(seconds=60))
 
 
 def take_turns(row, pairs, width=0.1, most=4):
-    """One rank's part: (error, its place, [(our seconds, their seconds)]).
+    """One rank's part: (its largest error, where), [(ours, theirs)] of wall, the same of cpu.
 
-    Goes on up to `most` times as many pairs while the interval is wider than `width`; the width,
-    not the ratio, decides, so stopping favours nobody.
+    Goes on up to `most` times as many pairs while the interval of wall is wider than `width`; the
+    width, not the ratio, decides, so stopping favours nobody.
     """
-    group = dist.new_group(range(dist.get_world_size()), timedelta(seconds=60))
+    group = new_group()
     sides = [row.ours(group), row.theirs(group)]
     for _ in range(2):  # warm up; and compare the second step, when buffers are used again
-        ours, theirs = ({k: g.clone() for k, g in step().items()} for step in sides)
-    error, name = dp.worst_error(ours, theirs)
-    times = []
-    while len(times) < most * pairs:
-        order = [0, 1] if len(times) % 2 == 0 else [1, 0]
-        took = {side: seconds(sides[side], group) for side in order}
-        times.append((took[0], took[1]))
-        low, high = interval([a / b for a, b in times])
-        if len(times) >= pairs and high - low <= width:
+        for step, _ in sides:
+            step()
+    error = dp.worst_error(*(results() for _, results in sides))
+    walls, cpus = [], []
+    while len(walls) < most * pairs:
+        order = [0, 1] if len(walls) % 2 == 0 else [1, 0]
+        took = {side: milliseconds(sides[side][0], group) for side in order}
+        wall, cpu = zip(took[0], took[1])
+        walls.append(wall)
+        cpus.append(cpu)
+        low, high = interval([ours / theirs for ours, theirs in walls])
+        if len(walls) >= pairs and high - low <= width:
             break
-    return error, name, len(ours), times
+    return error, walls, cpus
 
 
 def peak_bytes(make):
     """One rank's peak of allocated CPU bytes while a side is built and takes three steps."""
-    group = dist.new_group(range(dist.get_world_size()), timedelta(seconds=60))
+    group = new_group()
     # (torch.profiler.profile does the same, and imports the compiler in every rank.)
     with torch.autograd.profiler.profile(profile_memory=True) as record:
-        step = make(group)
+        step, _ = make(group)
         for _ in range(3):
             step()
     changes = [e for e in record.kineto_results.events() if e.name() == "[memory]"]
@@ -107,79 +156,38 @@ def peak_bytes(make):
     return peak
 
 
-def run(name, row, pairs):
-    """Measure a row: (cells of the table, failure or None)."""
-    error, where, count, times = dp.launch(take_turns, row.world, row, pairs, timeout=120)[0]
-    ratios = [ours / theirs for ours, theirs in times]
-    ratio, (low, high) = statistics.median(ratios), interval(ratios)
-    ours, theirs = (1000 * statistics.median(side) for side in zip(*times))
-    peaks = [max(dp.launch(peak_bytes, row.world, make, timeout=120)) / 2**20
-             for make in (row.ours, row.theirs)]  # fmt: skip
-    cells = [name, row.world, len(times), f"{ratio:.3f}", f"{low:.3f}-{high:.3f}",
-             f"{ours:.0f} / {theirs:.0f}", f"{peaks[0]:.1f} / {peaks[1]:.1f}"]  # fmt: skip
-    if not error <= row.tolerance or count == 0:
-        return cells, f"{name}: {where} differs, relative error {error:.3g}"
-    if not ratio <= row.bound:
-        return cells, f"{name}: median ratio {ratio:.3f} above {row.bound}"
-    return cells, None
-
-
-# --- 2. Rows: 02, buckets against DistributedDataParallel --------------------------------------------
-
-T = 32  # short, so that communication weighs
-CONFIG = memory.Config(vocab=256, dim=256, layers=4, heads=8, kv_heads=4, ffn=768)
-MIB = 4  # of a bucket, for both
-
-
-def batches_and_model(micro):
-    rank, world = dist.get_rank(), dist.get_world_size()
-    sample = dp.Samples(dp.open_tokens(), T, seed=0)
-    batches = dp.micro_batches(sample, dp.my_samples(0, 6 * world, rank, world), micro, "cpu")
-    return batches, 6 * world * T, memory.build(CONFIG)
-
-
-def buckets(micro, group):
-    batches, N, model = batches_and_model(micro)
-    ours = dp.Buckets(model.named_parameters(), group, MIB * 2**20)
-
-    def step():
-        ours.start(passes=len(batches))
-        dp.accumulate_gradients(model, batches, N)
-        ours.finish()
-        return dp.gradients(model)
-
-    return step
-
-
-def ddp(micro, group, **options):
-    batches, N, model = batches_and_model(micro)
-    wrapped = torch.nn.parallel.DistributedDataParallel(
-        model, process_group=group, bucket_cap_mb=MIB, **options
+def measure(row, pairs):
+    """(The largest error of all ranks, where), {quantity: [(ours, theirs), …]}."""
+    ranks = dp.launch(take_turns, row.world, row, pairs, timeout=120)
+    error = max(error for error, *_ in ranks)
+    _, walls, cpus = ranks[0]  # the times are of all ranks already
+    peak = tuple(
+        max(dp.launch(peak_bytes, row.world, make, timeout=120)) / 2**20
+        for make in (row.ours, row.theirs)
     )
-
-    def step():
-        wrapped.zero_grad()
-        scale = group.size() / N  # it averages over the ranks
-        with wrapped.no_sync():
-            for tokens, labels in batches[:-1]:
-                (model.loss(wrapped(tokens), labels) * scale).backward()
-        tokens, labels = batches[-1]
-        (model.loss(wrapped(tokens), labels) * scale).backward()
-        return dp.gradients(model)
-
-    return step
+    return error, {"wall ms": walls, "cpu ms": cpus, "peak MiB": [peak]}
 
 
-def against_ddp(micro, bound=1.0, **options):
-    return Row(partial(buckets, micro), partial(ddp, micro, **options), bound=bound)
-
-
-ROWS = {
-    "02 buckets / DDP": against_ddp(6),
-    "02 buckets / DDP, 3 micro-batches": against_ddp(2),
-    # With this option DDP copies as often as we do: a tie, up to what the hooks cost in Python.
-    "02 buckets / DDP with views": against_ddp(6, 1.05, gradient_as_bucket_view=True),
-}
+def report(name, row, error, measured):
+    """Print a row; returns what does not hold."""
+    error, where = error
+    failures, claims = [], {"wall ms": row.wall, "peak MiB": row.peak}
+    if not error <= row.tolerance:
+        failures.append(f"{name}: {where} differs, relative error {error:.3g}")
+    pairs = len(measured["wall ms"])
+    print(f"\n{name}   ({row.world} ranks, {pairs} pairs, results differ by {error:.0e})")
+    for quantity, values in measured.items():
+        ratios = [ours / theirs for ours, theirs in values]
+        ratio, claim = statistics.median(ratios), claims.get(quantity, math.inf)
+        low, high = interval(ratios)
+        within = f"{low:.3f}-{high:.3f}" if len(ratios) > 1 else ""
+        ours, theirs = map(statistics.median, zip(*values))
+        claimed = "" if claim == math.inf else f"<= {claim:.2f}"
+        print(f"  {quantity:10}{ratio:7.3f}{within:>14}{claimed:>10}{ours:12.1f} / {theirs:.1f}")
+        if not ratio <= claim:
+            failures.append(f"{name}: {quantity.split()[0]} ratio {ratio:.3f} above {claim}")
+    sys.stdout.flush()
+    return failures
 
 
 def main():
@@ -190,15 +198,16 @@ def main():
     rows = {n: r for n, r in ROWS.items() if n.startswith(tuple(args.rows or [""]))}
     if not rows or args.pairs < 15:
         parser.error("no such row" if not rows else "--pairs: at least 15")
-    print(f"bench   cpu/gloo   torch {torch.__version__}   ours / theirs, below 1 is ours\n")
-    line = "{:34} {:>5} {:>5} {:>6} {:>12} {:>12} {:>12}".format
-    print(line("", "ranks", "pairs", "ratio", "95 %", "ms", "peak MiB"))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # gloo on the CPU, also where there are GPUs
+    print(f"bench   cpu/gloo   {os.cpu_count()} cores   torch {torch.__version__}\n")
+    print("wall   time until the slowest rank is done   ratio = ours / theirs, median of pairs")
+    print("cpu    processor time of the busiest rank    claim = what the ratio must not exceed")
+    print("peak   allocated bytes of the fullest rank\n")
+    print(f"{'':12}{'ratio':>7}{'95 %':>14}{'claim':>10}{'ours':>12} / theirs")
     failures = []
     for name, row in rows.items():
-        cells, failure = run(name, row, args.pairs)
-        print(line(*cells), flush=True)
-        failures += [failure] if failure else []
-    print("\nbench " + (f"FAIL: {failures[0]}" if failures else "OK"))
+        failures += report(name, row, *measure(row, args.pairs))
+    print("\nbench " + (f"FAIL: {'; '.join(failures)}" if failures else "OK"))
     return 1 if failures else 0
 
 

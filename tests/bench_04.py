@@ -1,14 +1,12 @@
-"""Rows of tests/bench.py for 04: TP + SP with the vocab-parallel loss against PyTorch's own.
+"""04 and parallelize_module with loss_parallel: gradients of a step. The rows are in bench.py.
 
 Theirs is the same Llama from nn.Linear, nn.RMSNorm and scaled_dot_product_attention (the classes
-that parallelize_module cuts), with torch's plan for sequence parallelism and loss_parallel.
-python tests/bench_04.py [--pairs N]
+that parallelize_module cuts), with torch's plan for sequence parallelism.
 """
 
 import warnings
 from importlib import import_module
 
-import bench
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -126,7 +124,7 @@ def parallelized(group):
     return parallelize_module(model, mesh, plan)
 
 
-def theirs(group):
+def torch_tp(group):
     from torch.distributed.tensor.parallel import loss_parallel
 
     warnings.filterwarnings("ignore")
@@ -140,35 +138,22 @@ def theirs(group):
             loss.backward()
         # The norms' gradients are partial sums, as ours: an optimizer on DTensors would reduce them
         # where it uses them. We ask for it here, since ours are reduced here.
-        return {
-            name: p.grad.redistribute(placements=p.placements).to_local().detach()
-            for name, p in model.named_parameters()
-        }
+        for p in model.parameters():
+            p.grad = p.grad.redistribute(placements=p.placements)
 
-    return step
+    return step, lambda: {name: p.grad.to_local() for name, p in model.named_parameters()}
 
 
 # --- Ours -------------------------------------------------------------------------------------
 
 
-def ours(group, mode="none"):
+def tp_sp(group):
     model, (tokens, labels) = memory.build(CONFIG), tokens_and_labels()
-    memory.recompute(model, mode)
     tp.cut(model, group)
 
     def step():
         model.zero_grad()
         (model.loss(model(tokens), labels) / (B * T)).backward()
         tp.sum_partial_gradients(model, group)
-        return dp.gradients(model)
 
-    return step
-
-
-bench.ROWS = {
-    "04 TP + SP / parallelize_module": bench.Row(ours, theirs),
-    "04 the same on 4 ranks": bench.Row(ours, theirs, world=4),
-}
-
-if __name__ == "__main__":
-    raise SystemExit(bench.main())
+    return step, lambda: dp.gradients(model)

@@ -4,6 +4,7 @@ import random
 import time
 from functools import partial
 
+import pytest
 import torch
 
 import bench
@@ -24,22 +25,61 @@ def test_the_interval_of_a_median_covers_it():
 def toy(seconds, kib, value, group):
     held = torch.zeros(kib, 1024, dtype=torch.uint8)
 
+    def results():
+        return {"w": held[:1, :1].float() + 1 + value * group.rank()}
+
+    return lambda: time.sleep(seconds), results
+
+
+def measured(row, pairs=15):
+    error, quantities = bench.measure(row, pairs)
+    return quantities, bench.report("toy", row, error, quantities)
+
+
+def test_it_tells_twice_the_time_and_the_bytes(capsys):
+    slow, fast = partial(toy, 0.02, 3072, 0.0), partial(toy, 0.01, 1024, 0.0)
+    quantities, failures = measured(bench.Row(slow, fast, peak=2.0))
+    assert quantities["peak MiB"] == [(pytest.approx(3, abs=0.05), pytest.approx(1, abs=0.05))]
+    assert len(failures) == 2 and "peak ratio 3.0" in failures[1]
+    ratio = float(failures[0].split("wall ratio ")[1].split()[0])
+    assert 1.5 < ratio < 2.5 and "above 1.0" in failures[0]
+    out = capsys.readouterr().out
+    assert "<= 2.00" in out and f"{ratio:.3f}" in out and "(2 ranks, " in out
+    assert measured(bench.Row(fast, slow, peak=0.5))[1] == []
+
+
+def burn(milliseconds, group):
+    """Rank 1 computes so long, rank 0 half of it, and both wait."""
+    held = torch.ones(1)
+
     def step():
-        time.sleep(seconds)
-        return {"w": held[:1, :1].float() + value}
+        end = time.process_time() + (group.rank() + 1) / 2 * milliseconds / 1000
+        while time.process_time() < end:
+            pass
+        time.sleep(0.01)
 
-    return step
+    return step, lambda: {"w": held}
 
 
-def test_it_tells_twice_the_time_and_the_bytes():
-    row = bench.Row(partial(toy, 0.02, 3072, 1.0), partial(toy, 0.01, 1024, 1.0))
-    cells, failure = bench.run("toy", row, 15)
-    assert 1.5 < float(cells[3]) < 2.5 and "above 1.0" in failure
-    assert cells[6] == "3.0 / 1.0"
-    back = bench.Row(row.theirs, row.ours)
-    assert bench.run("toy", back, 15)[1] is None
+def test_cpu_is_the_processor_time_of_the_busiest_rank():
+    quantities, _ = measured(bench.Row(partial(burn, 10), partial(burn, 5)), pairs=5)
+    assert len(quantities["cpu ms"]) == len(quantities["wall ms"]) >= 5
+    for (ours, theirs), wall in zip(quantities["cpu ms"], quantities["wall ms"]):
+        assert 10 <= ours < 12 and 5 <= theirs < 7
+        assert wall[0] >= 20 and wall[1] >= 15
 
 
 def test_different_results_are_a_failure_whatever_the_time():
-    row = bench.Row(partial(toy, 0.0, 1, 1.0), partial(toy, 0.01, 1, 1.1))
-    assert "w differs, relative error 0.0909" in bench.run("toy", row, 15)[1]
+    """Also if only another rank than the first sees them."""
+    row = bench.Row(partial(toy, 0.0, 1, 0.0), partial(toy, 0.01, 1, 0.1))
+    _, (failure,) = measured(row, pairs=1)
+    assert "w differs, relative error 0.0909" in failure
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", bench.ROWS)
+def test_both_sides_of_a_row_compute_the_same(name):
+    row = bench.ROWS[name]
+    (error, where), quantities = bench.measure(row, pairs=1)
+    assert error <= row.tolerance, where
+    assert all(ours > 0 and theirs > 0 for values in quantities.values() for ours, theirs in values)
