@@ -16,17 +16,18 @@ Picture   four ranks, four micro-batches, F forward and B backward (twice as lon
             rank 3        F0B0  F1B1  F2B2  F3B3              1F1B
 Cost      p ranks, v chunks of layers on each, m micro-batches; F, I, W the times of a micro-batch's
           forward, input gradient and weight gradient on a rank (a backward is I + W)
-                         idle / work              micro-batches held     sent (1F1B = 1)
-            afab         (p-1)/m                  m                      1
-            1f1b         (p-1)/m                  p - rank               1
-            interleaved  (p-1)/(v·m)              p + (p-1-2·rank)/v + … v
-            zb-h1        (p-1)·(F+I-W)/(m·work)   p                      1
-            zb-v         0.5·(p-1)·F/(m·work)     p                      2
-            DualPipe     (p/2-1)·(F+I+W+I+W-3W…)  p + 1, 2 x the weights 2
+                         idle / work                 micro-batches held     sent (1F1B = 1)
+            afab         (p-1)/m                     m                      1
+            1f1b         (p-1)/m                     p - rank               1
+            interleaved  (p-1)/(v·m)                 p + (p-1-2·rank)/v     v
+            zb-h1        (p-1)·(F+I-W)/m/(F+I+W)     p                      1
+            zb-v         (p-1)·F/2/m/(F+I+W)         p                      2
+            DualPipe     (p/2-1)·(F+2I-W)/m/(F+I+W)  p + 1, 2x the weights  2
+          (bubble and in_flight have the exact numbers, also for few micro-batches)
 Pays      when a model's weights do not fit and the link between nodes is slow: what is sent is
           B·T·D a micro-batch, not weights. Needs m of several times p, and stages of equal time.
 Forget    a tied embedding lives on the first *and* the last stage, and each sees one part of its
-          gradient. Without the sum of both the copies drift apart (relative error 0.5).
+          gradient. Nothing crashes; without the sum of both the copies drift apart (relative error 0.638 in this demo).
 Run       torchrun --nproc-per-node 4 05_pp_1f1b.py      (or python 05_pp_1f1b.py)
           python 05_pp_1f1b.py --svg pipeline.svg        (the schedules as a picture)
 Read      GPipe (1811.06965), PipeDream-Flush (2006.09503), Megatron-LM's interleaving (2104.04473),
@@ -35,7 +36,6 @@ Read      GPipe (1811.06965), PipeDream-Flush (2006.09503), Megatron-LM's interl
 
 import argparse
 import copy
-import dataclasses
 import html
 from collections import Counter, deque
 from datetime import timedelta
@@ -53,7 +53,7 @@ memory = import_module("01_memory")  # for the demo
 dp = import_module("02_dp")
 
 
-# --- 1. Schedules: for each rank, what it does in which order --------------------------------------
+# --- 1. Schedules: for each rank, what it does in which order -------------------------------------
 #
 # Stages are numbered through the model, 0 to p·v - 1. With one chunk a rank, rank r has stage r.
 
@@ -279,7 +279,7 @@ def check(lowered):
         raise ValueError(f"received and not used: {set.union(*at_hand)}")
 
 
-# --- 3. What a schedule costs: simulated, and by formula -------------------------------------------
+# --- 3. What a schedule costs: simulated, and by formula ------------------------------------------
 
 
 def simulate(lowered, cost, hop=0):
@@ -331,7 +331,7 @@ def peaks(actions, kept=lambda stage: 0, deferred=lambda stage: 0):
     """Of one rank: the most micro-batches in flight at once, and the most bytes.
 
     In flight is what has had its forward and not all of its backward, counted once for each chunk.
-    kept(stage) bytes stay from F on; of them deferred(stage), for the weight gradients, from I to W.
+    kept(stage) bytes stay from F to B or I; for the weight gradients deferred(stage), from I to W.
     """
     flying = most = size = largest = 0
     for a in actions:
@@ -350,7 +350,8 @@ def draw(spans, p, unit=1, width=2):
         line = ""
         for action, begin, end in rank:
             name = f"{action.kind if action.stage < p else action.kind.lower()}{action.micro_batch}"
-            line = line.ljust(int(begin / unit * width)) + name.ljust(int((end - begin) / unit * width))
+            begin, end = int(begin / unit * width), int(end / unit * width)
+            line = line.ljust(begin) + name.ljust(end - begin)
         lines.append(f"rank {r}  {line}".rstrip())
     return lines
 
@@ -590,7 +591,8 @@ class Pipeline:
         if out.requires_grad:  # not if all of the first stage is frozen
             out.backward()
         if s > 0:
-            self.values[Value("dy", s - 1, i)] = lambda: x.grad
+            dx = x.grad
+            self.values[Value("dy", s - 1, i)] = lambda: dx
         if s in self.queues:  # what waits now is of this micro-batch
             self.waiting[s, i], self.queues[s].jobs = self.queues[s].jobs, deque()
 
@@ -619,7 +621,8 @@ class Pipeline:
                 shape = self.shape(self.batches[value.micro_batch][0])
                 tensor = torch.empty(shape, dtype=self.dtype, device=self.wire_device)
             call = dist.isend if way == "send" else dist.irecv
-            jobs.append(dist.P2POp(call, tensor, dist.get_global_rank(self.group, peer), self.group))
+            peer = dist.get_global_rank(self.group, peer)
+            jobs.append(dist.P2POp(call, tensor, peer, self.group))
         works = dist.batch_isend_irecv(jobs)
         works *= 1 if len(works) == len(jobs) else len(jobs)  # NCCL has one for the whole batch
         for (way, value, _), job, work in zip(items, jobs, works):
@@ -649,7 +652,7 @@ def at_least_fp32(dtype):
 
 
 def deferred_bytes(c, n, dtype, layers, last):
-    """What n tokens of a stage keep between I and W: inputs of its linears, and output gradients."""
+    """What n tokens of a stage keep from I to W: its linears' inputs and output gradients."""
     heads, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     block = 2 * c.dim + heads + c.ffn  # into q, k, v; into gate, up; into o; into down
     block += heads + 2 * kv + c.dim + 2 * c.ffn + c.dim  # out of q; k, v; o; gate, up; down
@@ -694,7 +697,8 @@ class Metered(Pipeline):
             t = get.args[1] if isinstance(get, partial) else get()
             travelling[t.untyped_storage()._cdata] = t
         on_the_way = sum(t.untyped_storage().nbytes() for t in travelling.values())
-        size = self.live.bytes()["activations"] - self.start - on_the_way
+        apart = self.start + on_the_way + self.loss.element_size()
+        size = self.live.bytes()["activations"] - apart
         self.most = max(self.most, size)
 
     def forward(self, s, i):
@@ -704,3 +708,142 @@ class Metered(Pipeline):
     def input_grad(self, s, i):
         super().input_grad(s, i)
         self.note()
+
+
+def stage_bytes(c, B, T, dtype, counts):
+    """(kept, deferred) of every stage, for `held`."""
+    kept, deferred, last = {}, {}, len(counts) - 1
+    for s, layers in enumerate(counts):
+        mine = range(sum(counts[:s]), sum(counts[: s + 1]))
+        kept[s] = sum(memory.kept_bytes(c, B, T, dtype, layers=mine, last=s == last).values())
+        kept[s] += dtype.itemsize * (s < last)  # what stands for the output
+        deferred[s] = deferred_bytes(c, B * T, dtype, layers, s == last)
+    return kept, deferred
+
+
+def run_schedule(name, schedule, c, batches, N, group, ends):
+    """One step: (loss, gradients by name, the wire meter, bytes held and by formula)."""
+    p, rank, m = dist.get_world_size(group), dist.get_rank(group), len(batches)
+    (B, T), here = batches[0][0].shape, batches[0][0].device
+    lowered = lower(schedule.make(p, m))
+    check(lowered)
+    counts = split(c.layers, p * schedule.v, head_flops(c) / block_flops(c, T))
+    mine = [s for s, r in enumerate(ranks_of_stages(name, p, schedule.v)) if r == rank]
+    stages = cut(memory.build(c, dtype=torch.float64, device=here), counts, mine)
+    pipe = Metered(stages, lowered, group, lambda tokens: (*tokens.shape, c.dim), memory.Later)
+    named, positions = parameters(stages), torch.arange(T, device=here)
+    live = memory.Live(
+        batch=lambda: [positions, *(t for batch in batches for t in batch)],
+        parameters=named.values,
+        gradients=lambda: [p.grad for p in named.values() if p.grad is not None],
+    )
+    with dp.Wire() as wire, live:
+        pipe.watch(live)
+        loss = pipe.step(batches, N, positions)
+    sum_tied(stages, len(counts) - 1, ends)
+    dist.all_reduce(loss, group=group)
+    tied = {"lm_head.weight": "embed_tokens.weight"} if c.tied else {}
+    grads = {tied.get(name, name): p.grad for name, p in named.items()}
+    kept = held(lowered, rank, *stage_bytes(c, B, T, torch.float64, counts))
+    return loss, grads, wire, (pipe.most, kept)
+
+
+def show_schedules(p, columns=80):
+    """The pictures, and what is simulated beside the formulas; returns failures."""
+    for name, schedule in schedules().items():
+        spans = simulate(lower(schedule.make(p, p)), times()).spans
+        lines = draw(spans, p)
+        if max(map(len, lines)) <= columns:
+            dp.log(f"{name}   (lower case: a rank's second chunk)" if schedule.v > 1 else name)
+            dp.log("\n".join(lines))
+    rows, failures, m = [], [], 2 * p
+    for name, schedule in schedules().items():
+        lowered = lower(schedule.make(p, m))
+        work, result = 3 * m * schedule.v, simulate(lowered, times())
+        counted = [peaks(items)[0] for items in lowered]
+        shape = p, m, schedule.v
+        found = [Fraction(result.time, work) - 1, counted]
+        formula = [bubble(name, *shape), [in_flight(name, *shape, r) for r in range(p)]]
+        shown = (f"{float(found[0]):.4f}", f"{float(formula[0]):.4f}")
+        rows.append([name, *shown, *(" ".join(map(str, x)) for x in (counted, formula[1]))])
+        failures += [f"{name}: simulated {found}, by formula {formula}"] * (found != formula)
+    rows.append(["dualpipe", "", f"{float(bubble('dualpipe', p, m)):.4f}", "", f"{p + 1} on each"])
+    dp.log()
+    head = [f"{m} micro-batches", "idle/work", "formula", "in flight by rank", "formula"]
+    dp.table(head, rows)
+    return failures
+
+
+def show_balance(c, n):
+    """How uneven stages of equal layers would be."""
+    head = head_flops(c) / block_flops(c, 8192)
+    counts = split(c.layers, n, head)
+    slowest, even = max(*counts, counts[-1] + head), c.layers / n
+    dp.log(f"llama3-8b over {n} stages: its head takes the time of {head:.1f} layers. Layers by"
+           f" stage\n  {' '.join(map(str, counts))}, the slowest {slowest:.1f} long;"
+           f" {even:.0f} each would be {even + head:.1f}")  # fmt: skip
+
+
+def demo(args):
+    p, rank, T = dist.get_world_size(), dist.get_rank(), 16
+    here, m = dp.device(), 2 * p
+    group = dist.new_group(range(p), timedelta(seconds=60), group_desc="pp")
+    ends = dist.new_group(sorted({0, p - 1}), timedelta(seconds=60), group_desc="tied")
+    c = memory.Config(256, 64, layers=2 * p + 2, heads=4, kv_heads=2, ffn=192, tied=True)
+    dp.header("05 pipeline parallelism", f"world {p} = pp {p}", "   float64")
+    failures = show_schedules(p)
+    dp.log()
+    show_balance(memory.PRESETS["llama3-8b"], 8)
+
+    sample = dp.Samples(dp.open_tokens(), T, seed=0)
+    batches = dp.micro_batches(sample, range(m), 1, here)
+    dense = memory.build(c, dtype=torch.float64, device=here)
+    tokens, labels = dp.micro_batches(sample, range(m), m, here)[0]
+    dense_loss = dense.loss(dense(tokens), labels) / labels.numel()
+    dense_loss.backward()
+    dp.log(f"\nllama {memory.parameter_count(c):,} parameters, tied   {m} x 1 x {T} tokens"
+           f"   loss on one device {dense_loss:.6f}")  # fmt: skip
+    rows, wrong = [], []
+    for name, schedule in schedules().items():
+        step = run_schedule(name, schedule, c, batches, labels.numel(), group, ends)
+        loss, grads, wire, (most, kept) = step
+        found = wire.calls["pp", "send"], wire.bytes["pp", "send"]
+        formula = sent(name, p, m, schedule.v, rank, T * c.dim * 8)
+        expected = {name: g for name, g in dp.gradients(dense).items() if name in grads}
+        error, worst = dp.worst_error(grads, expected)
+        everyone = [None] * p
+        dist.all_gather_object(everyone, (error, len(grads)), group=group)
+        all_errors, compared = max(e for e, _ in everyone), sum(n for _, n in everyone)
+        rows.append([name, *(x for pair in zip(found, formula) for x in pair), most, kept,
+                     compared, f"{all_errors:.0e}", f"{loss:.6f}"])  # fmt: skip
+        if not error < 1e-11:
+            wrong.append(f"{worst} gradient relative error {error:.3g} ({name})")
+        if found != formula or most != kept:
+            failures.append(f"{name} sent {found}, by formula {formula}; held {most}, {kept}")
+    dp.log("rank 0")
+    head = ["", "calls", "formula", "sent", "formula", "held", "formula", "of", "error", "loss"]
+    dp.table(head, rows)
+    if args.svg and rank == 0:
+        write_svg(args.svg, 4, 8)
+    return dp.verdict("05_pp_1f1b", wrong + failures)
+
+
+def write_svg(path, p, m):
+    pictures = {}
+    for name, schedule in schedules().items():
+        cost = times(*[Fraction(1, schedule.v)] * 3)
+        pictures[name] = simulate(lower(schedule.make(p, m)), cost).spans, p
+    with open(path, "w") as file:
+        file.write(svg(pictures))
+
+
+def main():
+    parser = argparse.ArgumentParser(description="pipeline schedules against one device")
+    parser.add_argument("--pp", type=int, default=4, help="ranks, when started as plain python")
+    parser.add_argument("--svg", metavar="FILE", help="write the schedules as a picture")
+    args = parser.parse_args()
+    return dp.launch(demo, args.pp, args)[0]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
