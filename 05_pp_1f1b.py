@@ -27,7 +27,8 @@ Cost      p ranks, v chunks of layers on each, m micro-batches; F, I, W the time
 Pays      when a model's weights do not fit and the link between nodes is slow: what is sent is
           B·T·D a micro-batch, not weights. Needs m of several times p, and stages of equal time.
 Forget    a tied embedding lives on the first *and* the last stage, and each sees one part of its
-          gradient. Nothing crashes; without the sum of both the copies drift apart (relative error 0.638 in this demo).
+          gradient. Without the sum of both nothing crashes, and the copies drift apart (relative
+          error 0.638 in this demo).
 Run       torchrun --nproc-per-node 4 05_pp_1f1b.py      (or python 05_pp_1f1b.py)
           python 05_pp_1f1b.py --svg pipeline.svg        (the schedules as a picture)
 Read      GPipe (1811.06965), PipeDream-Flush (2006.09503), Megatron-LM's interleaving (2104.04473),
