@@ -133,6 +133,7 @@ class Flat:
         for name, view in self.views(self.whole).items():
             parameters[name].data = view.copy_(parameters[name])
         self.filled, self.wait = True, None  # is `whole` there, or has it been asked for?
+        self.wait_for_sum = None  # of its own: a sum may still travel when `whole` is gathered
         self.shard = self.whole[self.mine]
         if self.stage == 3:
             self.shard = self.shard.clone()
@@ -218,13 +219,15 @@ class Flat:
         """Start to sum `full` over the ranks; each gets its part, in its place in `full`."""
         self.ready, self.reduced = False, True
         if self.stage > 0:
-            self.wait = reduce_scatter(self.full[self.mine], self.full, self.group)
+            self.wait_for_sum = reduce_scatter(self.full[self.mine], self.full, self.group)
 
     def unreduced(self):
         return self.full is not None and not (self.reduced and self.stage < 2)
 
     def reduce_done(self):
-        self.arrive()
+        if self.wait_for_sum:
+            self.wait_for_sum()
+            self.wait_for_sum = None
         if self.stage > 1:
             self.grad += self.full[self.mine]
             self.full = None
