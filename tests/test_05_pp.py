@@ -104,7 +104,9 @@ def test_in_flight_and_bubble_are_the_formulas():
         for r in range(p):
             assert pp.peaks(lowered[r])[0] == pp.in_flight(name, p, m, v, r)
         for F, I, W in [(1, 1, 1), (3, 2, 2), (2, 5, 1), (1, 2, 4)]:
-            if name == "zb-h1" and W > F or name == "zb-v" and (m < 2 * p - 1 or len({F, I, W}) > 1):
+            if name == "zb-h1" and W > F:
+                continue
+            if name == "zb-v" and (m < 2 * p - 1 or len({F, I, W}) > 1):
                 continue
             took = pp.simulate(lowered, pp.times(F, I, W)).time
             assert Fraction(took, m * v * (F + I + W)) - 1 == pp.bubble(name, p, m, v, F, I, W)
@@ -378,7 +380,7 @@ class Slow(pp.Pipeline):
 
     def take(self, value):
         if dist.get_rank(self.group) == self.late and value.micro_batch % 2 == 0:
-            time.sleep(0.03)
+            time.sleep(0.02)
         return super().take(value)
 
 
@@ -452,7 +454,7 @@ def parity_cases(p, ms, splits=("even", "front", "back")):
 
 @pytest.mark.parametrize("p", [2, 3, 4])
 def test_parity(p):
-    hold(p, list(parity_cases(p, [1, p - 1, p, 2 * p + 1, 2 * p])))
+    hold(p, list(parity_cases(p, sorted({1, p - 1, p, p + 1, 2 * p}))))
 
 
 @pytest.mark.full
@@ -467,38 +469,37 @@ def test_two_ranks_interleaved_where_next_and_previous_are_one():
 
 
 def test_a_slow_rank_changes_nothing():
-    for p in (2, 3):
-        hold(p, [((name, 2, [(1, T)] * 6), {"late": late})
-                 for name in pp.schedules() for late in range(p)])  # fmt: skip
+    hold(2, [((name, 2, [(1, T)] * 4), {"late": late})
+             for name in pp.schedules() for late in range(2)])  # fmt: skip
 
 
 def test_micro_batches_of_different_lengths_and_sizes():
-    sizes = [(1, 8), (2, 6), (1, 8), (3, 1)]
-    hold(2, [((name, 2, sizes), {}) for name in pp.schedules()])
-    hold(4, [((name, 2, sizes), {}) for name in pp.schedules()])
+    hold(2, [((name, 2, [(1, 8), (2, 6), (1, 8), (3, 1)]), {}) for name in pp.schedules()])
 
 
 def test_frozen_stages():
     """The first, the last, and one between: gradients pass through or nobody needs them."""
     first = ("embed_tokens", "layers.0", "layers.1", "layers.2", "layers.3", "layers.4")
+    middle, last = ("layers.3", "layers.4"), ("layers.7", "layers.8", "norm", "lm_head")
     cases = []
-    for frozen in (first, ("layers.3", "layers.4", "layers.5"), ("layers.7", "layers.8", "norm", "lm_head")):
-        cases += [((name, 2, [(1, T)] * 4), {"frozen": frozen}) for name in pp.schedules()]
+    for frozen in (first, middle, last):
+        cases += [((name, 2, [(1, T)] * 2), {"frozen": frozen}) for name in pp.schedules()]
     hold(2, cases)
 
 
 def test_tied_head():
     for p in (2, 3):
-        hold(p, [((name, 2, [(1, T)] * 3 * p), {"tied": True}) for name in pp.schedules()])
+        hold(p, [((name, 2, [(1, T)] * p), {"tied": True}) for name in pp.schedules()])
 
 
 def test_two_steps_accumulate():
     hold(2, [((name, 2, [(1, T)] * 4), {"steps": 2}) for name in pp.schedules()])
 
 
+@pytest.mark.full
 def test_recomputed_layers():
-    hold(2, [((name, 2, [(1, T)] * 4), {"recompute": mode})
-             for name in pp.schedules() for mode in ("full", "selective")])  # fmt: skip
+    hold(2, [((name, 2, [(1, T)] * 2), {"recompute": mode})
+             for name in ("1f1b", "zb-h1", "zb-v") for mode in ("full", "selective")])  # fmt: skip
 
 
 def test_the_split_of_a_batch_changes_no_gradient():
@@ -570,18 +571,28 @@ def bytes_of(name, v, B, length, m, tied):
     schedule = pp.schedules(v)[name]
     _, grads, wire, (held, formula) = pp.run_schedule(name, schedule, c, batches, N, group, ends)
     calls, size = wire.calls["pp", "send"], wire.bytes["pp", "send"]
-    return (calls, size), pp.sent(name, p, m, schedule.v, rank, B * length * c.dim * 8), held, formula
+    expected = pp.sent(name, p, m, schedule.v, rank, B * length * c.dim * 8)
+    return (calls, size), expected, held, formula
 
 
-@pytest.mark.parametrize("p, m, B, length", [(2, 4, 2, 5), (3, 6, 1, 8)])
-def test_bytes_sent_and_held_are_the_formulas(p, m, B, length):
+def hold_bytes(p, m, B, length):
     for k, name in enumerate(pp.schedules()):
         ranks = dp.launch(bytes_of, p, name, 2, B, length, m, k % 2 == 0, timeout=20)
+        assert len(ranks) == p
         for found, formula, held, held_formula in ranks:
             assert found == formula and found[0] > 0
             assert held == held_formula > 0
-    with_2, with_3 = (pp.sent("interleaved", 3, 6, v, 1, 8)[1] for v in (1, 2))
-    assert with_3 == 2 * with_2  # v times as much in the middle
+
+
+def test_bytes_sent_and_held_are_the_formulas():
+    hold_bytes(2, 4, 2, 5)  # three ranks below, four in the chapter's own run
+    once, twice = (pp.sent("interleaved", 3, 6, v, 1, 8)[1] for v in (1, 2))
+    assert twice == 2 * once  # v times as much in the middle
+
+
+@pytest.mark.full
+def test_bytes_on_three_ranks():
+    hold_bytes(3, 6, 1, 8)
 
 
 class Outputs(pp.Pipeline):
@@ -594,7 +605,8 @@ class Outputs(pp.Pipeline):
             self.refs = [*getattr(self, "refs", ()), (i, y.untyped_storage()._weak_ref())]
 
     def input_grad(self, s, i):
-        alive = [k for k, ref in getattr(self, "refs", ()) if not torch.UntypedStorage._expired(ref)]
+        expired = torch.UntypedStorage._expired
+        alive = [k for k, ref in getattr(self, "refs", ()) if not expired(ref)]
         self.alive = [*getattr(self, "alive", ()), (i, alive, len(self.graphs))]
         super().input_grad(s, i)
 
@@ -612,7 +624,7 @@ def test_an_output_is_let_go_when_it_has_been_sent():
     m = 12
     first, last = dp.launch(outputs, 2, m, timeout=20)
     i, alive, flying = first[0]
-    assert i == 0 and flying == m  # all are in flight, and only what may still be travelling is held
+    assert i == 0 and flying == m  # all are in flight; only what may still travel is held
     assert len(alive) <= pp.Pipeline.IN_THE_AIR < m
     assert all(not ref for _, ref, _ in last)  # the last stage sends none
 
@@ -687,7 +699,8 @@ def zero_case(name, stage, tied, frozen, steps, m):
 def dense_steps(tied, frozen, steps, m):
     model = llama(tied, frozen)
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    optimizer = adamw([p for p in named.values() if p.dim() > 1], [p for p in named.values() if p.dim() < 2])
+    matrices = [p for p in named.values() if p.dim() > 1]
+    optimizer = adamw(matrices, [p for p in named.values() if p.dim() < 2])
     norms, first = [], None
     for step in range(steps):
         tokens, labels = (torch.cat(x) for x in zip(*data([(1, T)] * 2 * m, seed=step)))
@@ -706,8 +719,8 @@ def hold_zero(name, stage, tied=True, frozen=(), m=4, steps=3):
     for w, g, n, *_ in ranks:
         for found, expected, bound in ((g, first, 1e-11), (w, weights, 1e-10)):
             found = {full_name(k, tied): t for k, t in found.items()}
-            error = dp.worst_error(found, {k: expected[k].detach() for k in found}) if found else (0, "")
-            assert error[0] < bound, (name, stage, error)
+            errors = {k: dp.relative_error(t, expected[k].detach()) for k, t in found.items()}
+            assert all(error < bound for error in errors.values()), (name, stage, errors)
         assert n == pytest.approx(norms, rel=1e-10)
         seen |= {full_name(k, tied) for k in w}
     assert seen == set(weights)
@@ -720,13 +733,16 @@ def hold_zero(name, stage, tied=True, frozen=(), m=4, steps=3):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_tied_head_under_zero(stage):
     """Copies stay equal bit for bit, count once in the norm, and are those of one device."""
-    for name in ("1f1b", "zb-h1") if stage in (1, 3) else ("1f1b",):
+    for name in ("zb-h1",) if stage == 3 else ("1f1b",):
         hold_zero(name, stage)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("name", list(pp.schedules()))
+@pytest.mark.parametrize(
+    "name, stage",
+    # At stage 3 one chunk a rank: 03's window over a model expects its units in their order.
+    [(n, z) for n, s in pp.schedules().items() for z in range(4) if z < 3 or s.v == 1],
+)
 def test_every_schedule_under_zero(name, stage):
     for tied in (True, False):
         hold_zero(name, stage, tied)
@@ -735,7 +751,7 @@ def test_every_schedule_under_zero(name, stage):
 def test_when_gradients_are_reduced():
     """ZeRO-1: once, after the stage's last backward. ZeRO-2: for every micro-batch, m times."""
     m = 4
-    for name in ("afab", "1f1b"):
+    for name in ("1f1b",):
         for *_, reductions, flats in hold_zero(name, 1, tied=False, m=m, steps=1):
             assert len(reductions) == flats and min(reductions) == m
         for *_, reductions, flats in hold_zero(name, 2, tied=False, m=m, steps=1):
