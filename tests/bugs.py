@@ -22,10 +22,10 @@ IDS = {
     "09": "145 146 148 149 150 151 152 153",
     "X": "156 157 158 159 161 162 163 164 165 166 167",
 }
-WRITTEN = ["01", "02", "03", "07"]  # chapters whose every id has to be mapped
+WRITTEN = ["01", "02", "03", "04", "07"]  # chapters whose every id has to be mapped
 
-FILES = "01_memory", "02_dp", "03_zero", "03_checkpoint", "07_cp_ring"
-MEMORY, DP, ZERO, CKPT, CP = (f"test_{file}::test_" for file in FILES)
+FILES = "01_memory", "02_dp", "03_zero", "03_checkpoint", "04_tp_sp", "09_tp", "07_cp_ring"
+MEMORY, DP, ZERO, CKPT, TP, NINE_TP, CP = (f"test_{file}::test_" for file in FILES)
 
 TESTS = {  # id: names of tests, "file::test"
     2: f"{MEMORY}stages_keep_their_own_bytes",
@@ -77,6 +77,24 @@ TESTS = {  # id: names of tests, "file::test"
     52: f"{CKPT}ranks_with_different_numbers_of_parameters",
     53: f"{ZERO}infinity_on_one_shard_skips_the_step_everywhere",
     55: f"{ZERO}recomputation_with_a_frozen_block_finds_its_parameters_and_gathers_no_more",
+    56: f"{TP}a_row_parallel_bias_is_added_once",
+    58: f"{TP}gradients_are_summed_over_the_ranks_that_hold_the_parameter"
+        f" {TP}without_the_sum_the_loss_is_right_and_all_norm_gradients_are_wrong"
+        f" {TP}ten_sgd_steps_leave_replicas_identical_bit_for_bit",
+    60: f"{TP}parity_with_one_device {TP}degrees_that_do_not_fit_are_refused_with_the_nearest",
+    62: f"{TP}vocab_parallel_loss {TP}parity_with_one_device",
+    63: f"{TP}vocab_parallel_loss",
+    64: f"{TP}the_hidden_gradient_of_the_loss_is_summed_once_in_any_pieces",
+    65: f"{TP}the_hidden_gradient_of_the_loss_is_summed_once_in_any_pieces",
+    66: f"{NINE_TP}the_norm_counts_each_element_once",
+    67: f"{TP}layers_below_a_frozen_one_get_their_gradients"
+        f" {TP}shards_are_gathered_once_for_all_users_in_any_order",
+    68: f"{TP}names_identity_ties_and_values_survive_the_cut",
+    70: f"{TP}names_identity_ties_and_values_survive_the_cut",
+    71: f"{TP}each_operation_sends_forward_and_backward_what_it_says"
+        f" {TP}async_pairs_equal_the_plain_pair",
+    72: f"{TP}what_does_not_fit_fails_at_once_on_all_ranks"
+        f" {NINE_TP}what_does_not_fit_is_refused_with_the_nearest_choice",
     114: f"{CP}merge_of_very_different_scores {CP}scores_hundreds_apart",
     116: f"{CP}merge_of_rows_that_see_nothing {CP}fused_kernels_are_the_formulas",
     118: f"{CP}model_gradient_by_gradient",
@@ -106,6 +124,9 @@ TESTS = {  # id: names of tests, "file::test"
 
 NOT_EXPRESSIBLE = {  # id: why this code cannot have the fault
     9: "One head_dim serves q, k and v, so a model with two head sizes cannot be built.",
+    61: "No tensor beside q, k and v follows the heads: they are cut by one table and counted by -1,"
+        " and nothing is sliced again in attention.",
+    69: "There is no dropout anywhere in this repository, so no mask has a seed to get wrong.",
     40: "Gradients are copied into the flat buffer on the stream that autograd made current; 03 makes"
         " no side streams.",
     156: "No average exists in this code: every reduction is a SUM, or a MAX of flags.",

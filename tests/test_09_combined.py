@@ -207,7 +207,10 @@ def small_steps():
     )  # fmt: skip
     for _ in range(8):
         for flat in optimizer.order:
-            flat.grad += 1e-3
+            for name, p in flat.parameters.items():
+                p.grad = torch.full_like(p, 1e-3, dtype=torch.float32)
+                optimizer.gradient_finished(flat, name, p)
+        optimizer.sum_gradients()
         optimizer.step(1.0)
     return model.norm.weight.float()
 
