@@ -10,8 +10,8 @@ Picture   parameters of a block, end to end, padded and cut into N shards; a ran
           stage      parameters       gradients        optimizer        sent per step
           0 (02)     whole            whole            whole            2Ψ   (all-reduce)
           1          whole            whole            shard            2Ψ   (Ψ reduce, Ψ gather)
-          2          whole            shard, 2 blocks  shard            (m + 1)Ψ
-          3          shard, 2 blocks  shard, 2 blocks  shard            3Ψ·m, less a block
+          2          whole            shard, 2 units   shard            (m + 1)Ψ
+          3          shard, 2 units   shard, 2 units   shard            3Ψ·m, less m last units
           Ψ is (N-1)/N of the model's bytes, m the micro-batches of a step.
 Cost      held(...) and sent(...) below, by stage. Activations are not cut: 04, 05 and 07 do that.
 Pays      stage 1 always: it sends what 02 sends. Stage 2 saves nothing more with one micro-batch,
@@ -23,7 +23,7 @@ Forget    the sum of the squared norms over the ranks. Each rank then clips its 
 Run       torchrun --nproc-per-node 4 03_zero.py      (or python 03_zero.py)
 Read      ZeRO (1910.02054), PyTorch FSDP (2304.11277)
 
-Letters as in 01 and 02. A unit is what stage 3 gathers at once, here a block of the model.
+Letters as in 01 and 02. A unit is what stage 3 gathers at once: embedding, a block, norm and head.
 """
 
 import argparse
@@ -620,10 +620,14 @@ def save(directory, step, pieces, facts, group):
     def publish():
         if rank == 0:
             write_index(aside / "index.json", step, facts, written)
-            if aside.with_suffix("").exists():  # damaged, or why would it be written again
-                shutil.rmtree(aside.with_suffix(""))
-            aside.rename(aside.with_suffix(""))
+            sync(aside)
+            final, old = aside.with_suffix(""), aside.with_suffix(".old")
+            shutil.rmtree(old, ignore_errors=True)
+            if final.exists():  # damaged, or why would it be written again
+                final.rename(old)
+            aside.rename(final)
             sync(directory)
+            shutil.rmtree(old, ignore_errors=True)
 
     together(prepare, group)
     written = together(lambda: write_pieces(aside / file, pieces), group)

@@ -7,6 +7,7 @@ import multiprocessing
 import random
 import re
 import sys
+import time
 from importlib import import_module
 
 import numpy as np
@@ -220,6 +221,22 @@ def test_bf16_weights_feel_small_updates_through_their_masters():
     assert torch.equal(w, torch.full_like(w, 0.9921875)), "8 steps of 0.001, rounded once"
 
 
+def slow_reference(argv):
+    reference = combined.reference
+
+    def slow(*args):
+        time.sleep(4)
+        return reference(*args)
+
+    combined.reference = slow
+    return combined.train(combined.parse(argv))
+
+
+def test_the_others_wait_for_the_reference_however_long_it_takes(capfd):
+    argv = "--dp 2 --steps 1 --seq 24 --batch 2 --check --timeout 2".split()
+    assert dp.launch(slow_reference, 2, argv, timeout=2) == [0, 0]
+
+
 def test_learning_rate():
     args = combined.parse(["--steps", "100", "--lr", "1"])
     rates = [combined.learning_rate(step, args) for step in range(100)]
@@ -282,9 +299,10 @@ def test_every_parameter_matches_one_row():
         ("--batch 10 --dp 3", ["--batch 10 is not a multiple of dp 3 x micro-batch 3 = 9: the nearest are 9 or 18"]),
         ("--batch 2 --dp 4 --micro-batch 1", ["= 4: the nearest are 4"]),
         ("--dp 0 --steps -1 --seq 0", ["--dp 0: at least 1", "--seq 0: at least 1", "--steps -1: at least 1"]),
-        ("--lr nan --seed -3", ["--seed -3: from 0 to 2^32 - 1", "--lr nan: above 0, and finite"]),
+        ("--lr nan --seed -3", ["--seed -3: from 0 to 2^32 - 1", "--lr nan: above 0, at most a million"]),
         ("--data /no/such/file --model tinny", ["--model tinny", "--data /no/such/file: no such file"]),
         ("--dry-run --dp 2 --world 3 --rank 3", ["3 ranks, but the layout dp 2 needs 2", "--rank 3: from 0 to 2"]),
+        ("--csv /no/such/folder/x.csv --timeout 1e300", ["--timeout 1e+300: above 0", "--csv /no/such/folder/x.csv: no such folder"]),
         ("--seq 100000000", ["tokens are too few for --seq 100000000 and a next token"]),
     ],
 )  # fmt: skip
@@ -294,6 +312,16 @@ def test_bad_arguments_get_one_message_with_all_rules(capfd, argv, messages):
     for message, line in zip(messages, lines):
         assert message in line
     assert not dist.is_initialized()
+
+
+def test_a_checkpoint_continues_its_own_run_only(capfd, tmp_path):
+    argv = ["--steps", 2, "--seq", 24, "--batch", 2, "--ckpt", tmp_path]
+    run(capfd, *argv)
+    (line,) = run(capfd, *argv, code=2)
+    assert f"--ckpt {tmp_path} holds checkpoints: --resume, or another folder" in line
+    lines = run(capfd, *argv, "--resume", "--optimizer", "sgd", "--lr", 0.5, code=1)
+    assert "is of another run: optimizer sgd, not adamw, lr 0.5, not 0.003" in lines[-1]
+    assert run(capfd, *argv[2:], "--steps", 3, "--resume")[-1] == "09_combined_5d OK"
 
 
 def test_bad_data(capfd, tmp_path):
