@@ -659,7 +659,7 @@ def zero_case(name, stage, tied, frozen, steps, m):
     cuts = {}
     for key, _ in model.named_parameters():
         table = "embed_tokens" in key or "lm_head" in key
-        both = (tie,) if tied and table and schedule.v == 1 else ()
+        both = (tie,) if tied and table and name != "zb-v" else ()
         cuts[key] = (row, both) if stage else (None, (row, *both))
     optimizer = zero.Optimizer(model, units, cuts, stage, adamw, memory.on_finished)
     reductions, real = [], zero.reduce_scatter
