@@ -34,7 +34,7 @@ def stages(name, group):
     counts = pp.split(CONFIG.layers, p * v)
     mine = [s for s, r in enumerate(pp.ranks_of_stages(name, p, v)) if r == group.rank()]
     model = memory.build(CONFIG)
-    return pp.cut(model, counts, mine), p * v
+    return pp.cut_stages(model, counts, mine), p * v
 
 
 def batches():
@@ -54,7 +54,8 @@ def ours(name, group):
     mine, _ = stages(name, group)
     lowered = pp.lower(pp.schedules()[name].make(group.size(), M))
     shape = lambda tokens: (*tokens.shape, CONFIG.dim)  # noqa: E731
-    pipe, data, positions = pp.Pipeline(mine, lowered, group, shape, memory.Later), batches(), torch.arange(T)
+    pipe = pp.Pipeline(mine, lowered, group, shape, memory.Later)
+    data, positions = batches(), torch.arange(T)
 
     def step():
         clear(mine)
@@ -72,7 +73,8 @@ def theirs(name, schedule, group):
                 part.forward = lambda x, part=part: F.linear(x, part.weight)
         if stage.lm_head is not None:
             stage.lm_head.forward = lambda x, head=stage.lm_head: F.linear(x, head.weight)
-    pipes = [PipelineStage(stage, s, n, torch.device("cpu"), group=group) for s, stage in mine.items()]
+    here = torch.device("cpu")
+    pipes = [PipelineStage(stage, s, n, here, group=group) for s, stage in mine.items()]
     loss = lambda y, labels: memory.summed_cross_entropy(y, labels) / (M * B * T)  # noqa: E731
     single = schedule is Schedule1F1B
     run = schedule(pipes[0] if single else pipes, M, loss_fn=loss, scale_grads=False)
