@@ -16,7 +16,7 @@ Pays      when experts don't fit one device, or FLOPs are what is short; and whi
           short beside the experts' products: both grow with k, their ratio is with F (section 8).
 Forget    the sum of the experts' gradients over edp, the ranks that hold the same expert. Rows of
           the other ep ranks came by the all-to-all, those of other replicas did not: routing, loss
-          and all other gradients are right, an expert's is off (relative error 0.993 in the demo).
+          and all other gradients are right, an expert's is off (relative error 0.949 in the demo).
 Run       torchrun --nproc-per-node 4 06_ep.py      (or python 06_ep.py)
 Read      GShard (2006.16668), Switch (2101.03961), ST-MoE (2202.08906), Mixtral (2401.04088),
           DeepSeek-V3 (2412.19437), bias instead of a loss (2408.15664), MegaBlocks (2211.15841)
@@ -727,7 +727,7 @@ def crowd(model):
 
 
 @torch.no_grad()
-def skew(model, tokens, logit=4.0):
+def skew(model, tokens, logit=8.0):
     """Bend every router so that the average token prefers the first two experts."""
     hooks = [moe.register_forward_pre_hook(bend(logit)) for moe in moe_layers(model)]
     model(tokens)
@@ -747,7 +747,7 @@ def train_skewed(c, steps, batch, T, seed=0):
     """Train on one device, from a skewed router; -> loads (steps, layers, E) and losses (steps,)"""
     sample = dp.Samples(dp.open_tokens(), T, seed)
     model = build_moe(c, seed)
-    skew(model, dp.micro_batches(sample, range(4), 4, "cpu")[0][0])
+    skew(model, dp.micro_batches(sample, range(8), 8, "cpu")[0][0])
     optimizer = memory.AdamW(model.parameters(), memory.RECIPES["fp32"], lr=3e-3)
     loads, losses = [], []
     for step in range(steps):
@@ -788,7 +788,7 @@ def show_balance(steps=100):
     remedies = {"none": {}, "loss": dict(balance=0.05), "bias": dict(bias_rate=0.01)}
     rank, world, last, mine = dist.get_rank(), dist.get_world_size(), steps // 4, {}
     for name in [*remedies][rank::world]:
-        loads, losses = train_skewed(replace(c, **remedies[name]), steps, 8, 64)
+        loads, losses = train_skewed(replace(c, **remedies[name]), steps, 8, 32)
         even = loads[-last:].sum(0)[0] / loads[-last:].sum(0)[0].mean()
         shown = " ".join(f"{share:.1f}" for share in even.tolist())
         before, after = imbalance(loads[:5]), imbalance(loads[-last:])
@@ -802,7 +802,7 @@ def show_balance(steps=100):
     return [
         f"router.weight: remedy {name}, largest load / mean {row[2]:.2f}"
         for name, row in rows.items()
-        if (row[2] > 1.5) != (name == "none")
+        if (row[2] > 2) != (name == "none")
     ]
 
 
@@ -810,9 +810,9 @@ def demo(args):
     world = dist.get_world_size()
     # gloo can't do all of this on a GPU
     here = dp.device() if dist.get_backend() == "nccl" else torch.device("cpu")
-    c, B, T = replace(PRESETS["tiny-moe"], layers=2, ffn=64, shared=1), 2 * world, 32
-    dp.header("06 expert parallelism", f"world {world} = edp · ep", "   float64")
-    dp.log(f"moe llama {moe_parameters(c):,} parameters, {moe_parameters(c, c.top_k):,} active  "
+    c, B, T = replace(PRESETS["tiny-moe"], layers=2, ffn=64, shared=1), 2 * world, 16
+    dp.header("06 mixture of experts", f"world {world} = edp · ep")
+    dp.log(f"llama {moe_parameters(c):,} parameters, {moe_parameters(c, c.top_k):,} active  "
            f" {c.top_k} of {c.experts} experts   {B} x {T} tokens\n")  # fmt: skip
     sample = dp.uneven(dp.Samples(dp.open_tokens(), T, seed=0), T)
     batch = dp.micro_batches(sample, range(B), B, here)[0]
@@ -826,8 +826,8 @@ def demo(args):
         row, wrong = compare_layout(form, c, ep, mode, prepare, batch, references[prepare])
         rows.append(row)
         failures += wrong
-    dp.table(["", "parameters", "formula", "kept", "formula", "sent", "formula", "error"], rows)
-    dp.log("error: worst gradient; sent: rows and counts of one micro-batch, by rank 0")
+    dp.table(["", "weights", "formula", "kept", "formula", "sent", "formula", "error"], rows)
+    dp.log("error: worst gradient, in float64; sent: rows and counts, by rank 0")
     show_node_limit(replace(c, experts=64, top_k=8), 512)
     ratios = [
         f"{name} {dispatch_to_compute(PRESETS['mixtral-8x7b'], 8, 989e12, bandwidth, 2):.2g}"

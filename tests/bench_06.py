@@ -1,4 +1,4 @@
-"""Rows of tests/bench.py for 06: one device against a loop over the experts, ranks against all-gather.
+"""Rows of tests/bench.py for 06: against a loop over the experts, and an all-gather MoE.
 
 The loop is the usual one: each expert finds its tokens by a mask, and adds to the output. The
 all-gather MoE gathers every rank's tokens, computes what concerns its own experts with the same

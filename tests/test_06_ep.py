@@ -846,10 +846,10 @@ def test_evaluation_counts_nothing():
 
 @pytest.mark.full
 def test_training_from_a_skewed_router():
-    """tiny-moe on text: with the bias an even load and no worse a loss."""
-    c, last = ep.PRESETS["tiny-moe"], 50
-    loads, losses = ep.train_skewed(c, 300, 8, 64)
-    biased_loads, biased = ep.train_skewed(dataclasses.replace(c, bias_rate=0.01), 300, 8, 64)
-    assert ep.imbalance(loads[:5]) > 2 and ep.imbalance(biased_loads[:5]) > 2
-    assert ep.imbalance(biased_loads[-last:]) <= 1.2 < ep.imbalance(loads[-last:])
-    assert biased[-last:].mean() <= 1.01 * losses[-last:].mean()
+    """On text: with the bias the load becomes even, without it stays with two experts."""
+    small = dict(dim=32, layers=2, heads=4, kv_heads=2, ffn=32)
+    c, last = dataclasses.replace(ep.PRESETS["tiny-moe"], **small), 50
+    loads, _ = ep.train_skewed(c, 250, 8, 64)
+    biased, _ = ep.train_skewed(dataclasses.replace(c, bias_rate=0.01), 250, 8, 64)
+    assert ep.imbalance(loads[:5]) > 2 and ep.imbalance(biased[:5]) > 2
+    assert ep.imbalance(biased[-last:]) <= 1.2 < ep.imbalance(loads[-last:])

@@ -21,8 +21,9 @@ ep = import_module("06_ep")
 
 def compare(E, k, D=64, F=96):
     """The worst relative error of output and gradients, in fp32 (their router's precision)."""
+    sizes = dict(hidden_size=D, intermediate_size=F)
     theirs = MixtralSparseMoeBlock(
-        MixtralConfig(hidden_size=D, intermediate_size=F, num_local_experts=E, num_experts_per_tok=k)
+        MixtralConfig(**sizes, num_local_experts=E, num_experts_per_tok=k)
     )
     ours = ep.MoE(ep.Config(64, D, 1, 4, 4, F, experts=E, top_k=k))
     generator = torch.Generator().manual_seed(0)
@@ -42,8 +43,12 @@ def compare(E, k, D=64, F=96):
         results.append({"output": out.detach(), "x": x.grad})
     gate, up = theirs.experts.gate_up_proj.grad.chunk(2, 1)
     results[0] |= {name: p.grad for name, p in ours.named_parameters()}
-    results[1] |= {"router.weight": theirs.gate.weight.grad, "experts.gate_proj": gate,
-                   "experts.up_proj": up, "experts.down_proj": theirs.experts.down_proj.grad}  # fmt: skip
+    results[1] |= {
+        "router.weight": theirs.gate.weight.grad,
+        "experts.gate_proj": gate,
+        "experts.up_proj": up,
+        "experts.down_proj": theirs.experts.down_proj.grad,
+    }
     return (*dp.worst_error(*results), len(results[0]))
 
 
