@@ -22,10 +22,10 @@ IDS = {
     "09": "145 146 148 149 150 151 152 153",
     "X": "156 157 158 159 161 162 163 164 165 166 167",
 }
-WRITTEN = ["01", "02", "03", "04", "07"]  # chapters whose every id has to be mapped
+WRITTEN = ["01", "02", "03", "04", "05", "07"]  # chapters whose every id has to be mapped
 
-FILES = "01_memory", "02_dp", "03_zero", "03_checkpoint", "04_tp_sp", "09_tp", "07_cp_ring"
-MEMORY, DP, ZERO, CKPT, TP, NINE_TP, CP = (f"test_{file}::test_" for file in FILES)
+FILES = "01_memory", "02_dp", "03_zero", "03_checkpoint", "04_tp_sp", "09_tp", "05_pp", "06_ep", "07_cp_ring"
+MEMORY, DP, ZERO, CKPT, TP, NINE_TP, PP, EP, CP = (f"test_{file}::test_" for file in FILES)
 
 TESTS = {  # id: names of tests, "file::test"
     2: f"{MEMORY}stages_keep_their_own_bytes",
@@ -95,6 +95,47 @@ TESTS = {  # id: names of tests, "file::test"
         f" {TP}async_pairs_equal_the_plain_pair",
     72: f"{TP}what_does_not_fit_fails_at_once_on_all_ranks"
         f" {NINE_TP}what_does_not_fit_is_refused_with_the_nearest_choice",
+    73: f"{PP}parity"
+        f" {PP}parity_of_every_number_of_micro_batches",
+    75: f"{PP}check_refuses_unlowered_and_naive_1f1b"
+        f" {PP}every_schedule_is_complete_ordered_and_without_deadlock",
+    78: f"{PP}micro_batches_of_different_lengths_and_sizes",
+    79: f"{PP}parity",
+    81: f"{PP}the_split_of_a_batch_changes_no_gradient",
+    82: f"{PP}micro_batches_of_different_lengths_and_sizes",
+    83: f"{PP}norm_of_all_stages_when_one_is_frozen",
+    85: f"{PP}stages_together_are_the_model"
+        f" {PP}parity",
+    86: f"{PP}interleaved_refuses_and_names_the_nearest",
+    87: f"{PP}an_output_is_let_go_when_it_has_been_sent"
+        f" {PP}a_slow_rank_changes_nothing",
+    88: f"{PP}an_output_is_let_go_when_it_has_been_sent"
+        f" {PP}a_slow_rank_changes_nothing",
+    89: f"{PP}frozen_stages",
+    90: f"{PP}tied_head_under_zero"
+        f" {PP}tied_head",
+    91: f"{PP}tied_head"
+        f" {PP}every_schedule_under_zero",
+    92: f"{PP}a_w_runs_the_jobs_of_its_micro_batch_and_a_weight_used_twice_counts_twice",
+    93: f"{PP}in_flight_and_bubble_are_the_formulas",
+    94: f"{PP}a_slow_rank_changes_nothing"
+        f" {PP}two_ranks_interleaved_where_next_and_previous_are_one",
+    96: f"{EP}experts_without_tokens_under_buckets"
+        f" {EP}one_token_or_none"
+        f" {EP}one_kernel_equals_the_loop",
+    97: f"{EP}one_token_or_none"
+        f" {EP}uneven_ranks_and_micro_batches",
+    98: f"{EP}every_layout_computes_what_one_device_does",
+    103: f"{EP}bias_is_saved_with_the_model_in_fp32",
+    104: f"{EP}bias_and_logged_numbers_do_not_depend_on_layout_or_recomputation",
+    105: f"{EP}equal_scores_go_to_the_lowest_numbers",
+    106: f"{EP}the_choice_is_made_in_fp32",
+    107: f"{EP}order_of_softmax_and_choice",
+    108: f"{EP}auxiliary_gradients_do_not_depend_on_the_split",
+    110: f"{EP}auxiliary_gradients_do_not_depend_on_the_split",
+    111: f"{EP}value_of_a_perfect_balance",
+    112: f"{EP}padding_takes_no_place",
+    113: f"{EP}one_kernel_equals_the_loop",
     114: f"{CP}merge_of_very_different_scores {CP}scores_hundreds_apart",
     116: f"{CP}merge_of_rows_that_see_nothing {CP}fused_kernels_are_the_formulas",
     118: f"{CP}model_gradient_by_gradient",
@@ -124,6 +165,8 @@ TESTS = {  # id: names of tests, "file::test"
 
 NOT_EXPRESSIBLE = {  # id: why this code cannot have the fault
     9: "One head_dim serves q, k and v, so a model with two head sizes cannot be built.",
+    77: "No shapes are exchanged: each rank knows its micro-batches' shapes from the data's, and all"
+        " transfers of a pipeline go through one group by global ranks.",
     61: "No tensor beside q, k and v follows the heads: they are cut by one table and counted by -1,"
         " and nothing is sliced again in attention.",
     69: "There is no dropout anywhere in this repository, so no mask has a seed to get wrong.",
