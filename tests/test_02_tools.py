@@ -340,6 +340,7 @@ def test_a_batch_without_valid_tokens_divides_by_one():
 # --- as a user starts it ---------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_torchrun_starts_it_too(script):
     out = script("02_dp.py", torchrun=3)
     assert out.returncode == 0 and out.stdout.splitlines()[-1] == "02_dp OK", out.stderr

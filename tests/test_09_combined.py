@@ -225,7 +225,7 @@ def slow_reference(argv):
     reference = combined.reference
 
     def slow(*args):
-        time.sleep(4)
+        time.sleep(3)
         return reference(*args)
 
     combined.reference = slow
@@ -349,6 +349,7 @@ def test_other_data(capfd, tmp_path, kind):
     assert run(capfd, "--data", file, *argv)[-1] == "09_combined_5d OK"
 
 
+@pytest.mark.full
 def test_torchrun_with_the_wrong_world(script):
     out = script("09_combined_5d.py", "--dp", 3, "--model", "tinny", torchrun=2)
     assert out.returncode != 0
@@ -414,6 +415,7 @@ def run_dry(capfd, *argv):
     return out.out.splitlines()
 
 
+@pytest.mark.full
 def test_a_dry_run_of_a_world_that_no_machine_here_could_hold(capfd):
     lines = run_dry(capfd, *"--model llama3-8b --dp 256 --batch 512 --micro-batch 1".split(),
                     *"--seq 8192 --dtype bfloat16 --zero 1 --rank 255".split())  # fmt: skip
