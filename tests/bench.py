@@ -43,6 +43,8 @@ torch.set_num_threads(1)
 import bench_02
 import bench_03
 import bench_04
+import bench_05
+import bench_06
 import bench_07
 
 dp = import_module("02_dp")
@@ -79,6 +81,15 @@ ROWS = {
     "03 stage 3 / FSDP2 fully_shard": Row(partial(bench_03.stage, 3), bench_03.fsdp2, peak=1.0),
     "04 TP + SP / parallelize_module": Row(bench_04.tp_sp, bench_04.torch_tp),
     "04 TP + SP / parallelize_module, 4 ranks": Row(bench_04.tp_sp, bench_04.torch_tp, world=4),
+    **{
+        f"05 {name} / torch.distributed.pipelining": Row(
+            partial(bench_05.ours, name), partial(bench_05.theirs, name, theirs), tolerance=1e-4
+        )
+        for name, theirs in bench_05.SCHEDULES.items()
+    },
+    "06 one device / loop over experts": Row(bench_06.ours, bench_06.theirs, world=1),
+    "06 ep 2 / all-gather MoE": Row(bench_06.ours, bench_06.theirs),
+    "06 ep 4 / all-gather MoE": Row(bench_06.ours, bench_06.theirs, world=4),
     "07 ring zigzag / all-gather": Row(RING, partial(bench_07.attention, "allgather", True)),
     "07 ring zigzag / plain ring": Row(RING, partial(bench_07.attention, "ring", False)),
 }

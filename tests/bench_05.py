@@ -1,12 +1,9 @@
-"""05 beside torch.distributed.pipelining: python tests/bench_05.py [--pairs N] [row …]
+"""05 beside torch.distributed.pipelining. The rows are in bench.py.
 
 Both run the same stages of the same Llama. Theirs gets plain F.linear in place of 01's linear, as
 01's would compute input and weight gradients in both halves of a backward that torch has split.
 """
 
-import argparse
-import sys
-from functools import partial
 from importlib import import_module
 
 import torch
@@ -19,9 +16,8 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-import bench
-
-dp, memory = bench.dp, bench.memory
+memory = import_module("01_memory")
+dp = import_module("02_dp")
 pp = import_module("05_pp_1f1b")
 
 CONFIG = memory.Config(vocab=256, dim=192, layers=8, heads=6, kv_heads=3, ffn=512)
@@ -60,9 +56,8 @@ def ours(name, group):
     def step():
         clear(mine)
         pipe.step(data, M * B * T, positions)
-        return gradients(mine)
 
-    return step
+    return step, lambda: gradients(mine)
 
 
 def theirs(name, schedule, group):
@@ -85,38 +80,13 @@ def theirs(name, schedule, group):
     def step():
         clear(mine)
         run.step(*args, **more)
-        return gradients(mine)
 
-    return step
-
-
-def row(name, schedule, world=2):
-    return bench.Row(partial(ours, name), partial(theirs, name, schedule), world, tolerance=1e-4)
+    return step, lambda: gradients(mine)
 
 
-ROWS = {
-    "05 1f1b": row("1f1b", Schedule1F1B),
-    "05 interleaved": row("interleaved", ScheduleInterleaved1F1B),
-    "05 zb-h1 / zero bubble": row("zb-h1", ScheduleInterleavedZeroBubble),
-    "05 zb-v / ZBV": row("zb-v", ScheduleZBVZeroBubble),
+SCHEDULES = {  # ours and theirs
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zb-h1": ScheduleInterleavedZeroBubble,
+    "zb-v": ScheduleZBVZeroBubble,
 }
-
-
-def main():
-    parser = argparse.ArgumentParser(description="pipelines beside torch.distributed.pipelining")
-    parser.add_argument("rows", nargs="*")
-    parser.add_argument("--pairs", type=int, default=15)
-    args = parser.parse_args()
-    failures = []
-    print("ours / theirs; ratio of medians of pairs, 95 %, ms, peak MiB")
-    for name, one in ROWS.items():
-        if name.startswith(tuple(args.rows or [""])):
-            cells, failure = bench.run(name, one, args.pairs)
-            print(*cells, sep="   ", flush=True)
-            failures += [failure] if failure else []
-    print("bench_05 " + (f"FAIL: {failures[0]}" if failures else "OK"))
-    return 1 if failures else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

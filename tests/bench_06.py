@@ -1,13 +1,12 @@
-"""Rows of tests/bench.py for 06: against a loop over the experts, and an all-gather MoE.
+"""06 against a loop over the experts, and against an all-gather MoE. The rows are in bench.py.
 
 The loop is the usual one: each expert finds its tokens by a mask, and adds to the output. The
 all-gather MoE gathers every rank's tokens, computes what concerns its own experts with the same
-loop, and reduce-scatters the sums. python tests/bench_06.py [--pairs N]
+loop, and reduce-scatters the sums.
 """
 
 from importlib import import_module
 
-import bench
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -38,16 +37,21 @@ def loop(x, weights, experts, stack, first):
 
 
 def step(forward, moe, x):
+    out = None
+
     def run():
         moe.zero_grad()
         x.grad = None
+        nonlocal out
         out = forward(x)
         out.square().sum().backward()
-        grads = {name: p.grad for name, p in moe.named_parameters()}
+
+    def results():
+        grads = {name: p.grad.clone() for name, p in moe.named_parameters()}
         dist.all_reduce(grads["router.weight"])
         return grads | {"x": x.grad, "out": out.detach()}
 
-    return run
+    return run, results
 
 
 def ours(group):
@@ -69,13 +73,3 @@ def theirs(group):
         return tp.leave(out, group) if group.size() > 1 else out
 
     return step(forward, moe, x)
-
-
-bench.ROWS = {
-    "06 one device / loop over experts": bench.Row(ours, theirs, world=1),
-    "06 ep 2 / all-gather MoE": bench.Row(ours, theirs, world=2),
-    "06 ep 4 / all-gather MoE": bench.Row(ours, theirs, world=4),
-}
-
-if __name__ == "__main__":
-    raise SystemExit(bench.main())

@@ -25,7 +25,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "full: runs with --full only")
 
 
-CASES = 3
+CASES = 2
 
 
 def pytest_collection_modifyitems(config, items):

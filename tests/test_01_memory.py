@@ -330,6 +330,7 @@ def real_model(name, T, recipe, mode):
     assert second["peak of both"] - first["peak of both"] == state["moments"]
 
 
+@pytest.mark.full
 def test_smollm_without_its_memory():
     real_model("smollm-1.7b", 8192, "bf16", "none")
 
@@ -775,6 +776,7 @@ def test_playbook_figures():
 # --- the script ---------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_story(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["01_memory.py"])
     assert memory.main() == 0

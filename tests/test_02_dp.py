@@ -1081,6 +1081,7 @@ def test_trace_shows_sums_that_start_before_backward_ends(tmp_path):
             assert b <= c or (a <= c and d <= b)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("n", [3, pytest.param(1, marks=pytest.mark.full)])
 def test_the_script_on_another_number_of_ranks(n, tmp_path):
     got = run_script("02_dp.py", "--dp", n, "--trace", tmp_path / "t.json")

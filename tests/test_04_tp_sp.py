@@ -825,9 +825,9 @@ def test_async_pairs_equal_the_plain_pair(n):
 
 def hidden_share_worker():
     group, _ = make_groups(1)
-    x = torch.randn(4, 256, 256)  # 1 MiB
+    x = torch.randn(4, 1024, 1024)  # 16 MiB: long beside what a thread needs to wake up
     waits = []
-    for work in (lambda piece: None, lambda piece: time.sleep(0.05)):
+    for work in (lambda piece: None, lambda piece: time.sleep(0.1)):
         tp.blocked(x, group, work)
         waits.append(min(tp.blocked(x, group, work) for _ in range(5)))
     return waits

@@ -520,6 +520,7 @@ def bf16_worker(narrow):
     return math.sqrt(sum(squares) / len(squares))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sizes", [(1, 8), pytest.param((1, 2, 4, 8), marks=pytest.mark.full)])
 def test_bf16_error_does_not_grow_with_the_ring(sizes):
     errors = {n: dp.launch(bf16_worker, n, False, timeout=20)[0] for n in sizes}

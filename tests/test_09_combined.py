@@ -232,6 +232,7 @@ def slow_reference(argv):
     return combined.train(combined.parse(argv))
 
 
+@pytest.mark.full
 def test_the_others_wait_for_the_reference_however_long_it_takes(capfd):
     argv = "--dp 2 --steps 1 --seq 24 --batch 2 --check --timeout 2".split()
     assert dp.launch(slow_reference, 2, argv, timeout=2) == [0, 0]
