@@ -933,7 +933,7 @@ def resume(config, sample, group):
         shutil.rmtree(directory)
     dp.log(
         f"\ncheckpoint  {written:,} bytes in {seconds:.2f} s, saved at stage 3, read at stage 1:\n"
-        f"            after the next step weights differ by {error:.0e} at most   {name}"
+        f"            after the next step weights differ by {error:.0e} at most"
     )
     return [] if error < 1e-12 else [f"{name} weight after resuming, relative error {error:.3g}"]
 

@@ -782,7 +782,7 @@ def show_node_limit(c, tokens, nodes=4, limits=(0, 2, 1)):
     dp.table(["nodes", "bytes, a row each", "bytes, once a node"], rows)
 
 
-def show_balance(steps=100):
+def show_remedies(steps=100):
     """Train from a skewed router without a remedy, with the loss, with the bias: each on a rank."""
     c = replace(PRESETS["tiny-moe"], dim=32, layers=1, heads=4, kv_heads=2, ffn=32)
     remedies = {"none": {}, "loss": dict(balance=0.05), "bias": dict(bias_rate=0.01)}
@@ -834,7 +834,7 @@ def demo(args):
         for name, bandwidth in (("450 GB/s", 450e9), ("50 GB/s", 50e9))
     ]
     dp.log(f"\ndispatch / experts, mixtral-8x7b, ep 8, H100s, bf16: {', '.join(ratios)}")
-    failures += show_balance()
+    failures += show_remedies()
     return dp.verdict("06_ep", failures)
 
 

@@ -539,6 +539,7 @@ def main_job(capfd, *arguments):
     return code, "".join(capfd.readouterr())
 
 
+@pytest.mark.full
 def test_the_main_job_resumes_in_another_layout(tmp_path, capfd):
     """Losses, norms and learning rates are those of the run that wasn't interrupted."""
     code, out = main_job(capfd, "--steps", 4, "--csv", tmp_path / "whole.csv")

@@ -250,6 +250,7 @@ def real_step(argv):
     return held, {key: (wire.calls[key], wire.bytes[key]) for key in keys}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "argv",
     [
