@@ -1,7 +1,6 @@
 """05: schedules as pure functions, their lowering and simulation; parity of every one of them."""
 
 import dataclasses
-import random
 import time
 from fractions import Fraction
 from functools import partial
