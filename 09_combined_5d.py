@@ -46,6 +46,7 @@ ep = import_module("06_ep")  # mixture of experts
 cp = import_module("07_cp_ring")  # context parallelism
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+TRACED = 5  # steps of --trace
 MAX_NORM = 1.0
 WEIGHT_DECAY = 0.1
 REMEDIES = dict(balance=0.01, z=0.001, bias_rate=0.001)  # against an uneven load of experts
@@ -86,6 +87,8 @@ def parse(argv=None):
     p.add_argument("--save-every", type=int, default=0, metavar="N", help="every N steps too")
     p.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint")
     p.add_argument("--csv", metavar="FILE", help="write step,loss,… in full precision")
+    p.add_argument("--trace", metavar="FILE", help=f"who did what when in steps 1 to {TRACED},"
+                   " for ui.perfetto.dev")  # fmt: skip
     p.add_argument("--timeout", type=float, default=300.0, help="seconds a collective may wait")
     p.add_argument("--dry-run", action="store_true", help="one step of one rank, on fake tensors")
     p.add_argument("--world", type=int, help="ranks of the dry run (default: as the layout needs)")
@@ -154,8 +157,9 @@ def violations(args, world):
         wrong.append("--save-every and --resume need --ckpt DIR")
     if args.ckpt and not args.resume and list(Path(args.ckpt).glob("step-*[0-9]")):
         wrong.append(f"--ckpt {args.ckpt} holds checkpoints: --resume, or another folder")
-    if args.csv and not Path(args.csv).absolute().parent.is_dir():
-        wrong.append(f"--csv {args.csv}: no such folder")
+    for flag, path in (("--csv", args.csv), ("--trace", args.trace)):
+        if path and not Path(path).absolute().parent.is_dir():
+            wrong.append(f"{flag} {path}: no such folder")
     if args.check and args.resume:
         wrong.append("--check compares the first steps of a run: not with --resume")
     need = math.prod(layout(args).values())
@@ -919,6 +923,42 @@ def buffer_pieces(model, groups):
 # --- 7. Training -----------------------------------------------------------------------------
 
 
+class Timeline(dp.Trace):
+    """What this rank did when, by host clock: the pipeline's actions, and "wait", blocked in them.
+
+    Every wait for a collective or a transfer, torch's own included, goes through Work.wait, so it
+    is taken over while the run lasts. NCCL's wait only queues: the times are those of CPU ranks.
+    """
+
+    ACTIONS = {"forward": "F", "input_grad": "I", "weight_grads": "W", "backward": "B"}
+
+    def __init__(self, group, pipeline):
+        super().__init__(group)
+        self.wait = dist.Work.wait
+        for method, letter in self.ACTIONS.items():
+            setattr(pipeline, method, partial(self.act, getattr(pipeline, method), letter))
+
+    def act(self, method, letter, stage, micro_batch):
+        with self.span(f"{letter}{micro_batch}", lane=f"stage {stage}"):
+            method(stage, micro_batch)
+
+    def __enter__(self):
+        def wait(work, *timeout):
+            with self.span("wait", lane="waiting"):
+                return self.wait(work, *timeout)
+
+        dist.Work.wait = wait
+        return self
+
+    def __exit__(self, *_):
+        dist.Work.wait = self.wait
+
+    def share(self, name, begin):
+        """Of the time since `begin`, how much was spent in spans of this name."""
+        spent = sum(e - max(b, begin) for _, n, b, e in self.spans if n == name and e > begin)
+        return spent / (self.now() - begin)
+
+
 PEAK = {  # dense bf16 FLOP/s by device name, from the makers' data sheets
     "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12,
 }  # fmt: skip
@@ -991,19 +1031,22 @@ def train(args):
             return dp.verdict("09_combined_5d", [str(error)])
     wire, csv = dp.Wire(), open_csv(args.csv, first)
     positions, loads = my_positions(args, groups, device), []
-
-    auxiliary_head = " auxiliary" * has_experts(args)
-    dp.log(f" step       loss  one device{auxiliary_head}  grad norm        lr  tokens/s    MFU")
+    timeline, traced = Timeline(groups["control"], pipeline), []
+    show_step = Columns(args, device)
     for step in range(first, args.steps):
-        begin, lr = time.perf_counter(), learning_rate(step, args)
+        begin, lr = timeline.now(), learning_rate(step, args)
         gradients = [] if step < check.steps else None
-        with wire if step == first else contextlib.nullcontext():
-            batches = my_batches(args, groups, sample, step, device)
+        with timeline, wire if step == first else contextlib.nullcontext():
+            with timeline.span("data", "data"):
+                batches = my_batches(args, groups, sample, step, device)
             stats = train_step(model, pipeline, optimizer, groups, batches, positions, lr,
                                gradients, loads if step == first else None)  # fmt: skip
-        # The one look at values, for the line below.
-        loss, norm, auxiliary, own = stats.tolist()
-        speed = args.batch * args.seq / (time.perf_counter() - begin)
+            # The one look at values, for the line below.
+            loss, norm, auxiliary, own = stats.tolist()
+        seconds = timeline.now() - begin
+        waits = [timeline.share(name, begin) for name in ("wait", "data")]
+        traced += timeline.spans if args.trace and step < first + TRACED else []
+        timeline.spans.clear()
         expected = "-"
         if step < check.steps:  # whole tensors take all ranks
             gradients, weights = whole(args, optimizer.gathered(gradients), groups), None
@@ -1011,10 +1054,7 @@ def train(args):
                 weights = whole(args, own_weights(args, model, optimizer), groups)
             if check.active:
                 expected = f"{check.note(step, loss, norm, auxiliary, gradients, weights):.6f}"
-        used = mfu(args, device, speed)
-        extra = f" {auxiliary:9.6f}" * has_experts(args)
-        dp.log(f"{step + 1:5} {loss:10.6f} {expected:>11}{extra} {norm:10.4f} {lr:9.2e}"
-               f" {speed:9,.0f} {f'{used:.1%}' if used else 'none':>6}")  # fmt: skip
+        show_step(step, loss, expected, auxiliary, norm, lr, seconds, waits)
         if csv:
             csv.write(f"{step + 1},{loss!r},{norm!r},{lr!r}\n")
         if not math.isfinite(loss + norm):  # the same numbers on all ranks, so all stop here
@@ -1023,6 +1063,11 @@ def train(args):
         if args.ckpt and (done == args.steps or args.save_every and done % args.save_every == 0):
             unsaved = save(args, done, model, optimizer, groups, run)
 
+    if args.trace:
+        timeline.spans = traced
+        everyone = timeline.everyone()
+        if dist.get_rank() == 0:
+            dp.write_trace(args.trace, everyone)
     failures = []
     if first < args.steps:
         failures = report(args, model, optimizer, groups, wire, loads, check)
@@ -1037,6 +1082,11 @@ def not_finite(step, loss, norm, own):
     ranks = [rank for rank, share in enumerate(everyone) if not math.isfinite(share)]
     where = f"first on rank {ranks[0]}" if ranks else "in a gradient, every rank's loss is finite"
     return f"step {step + 1}: loss {loss}, gradient norm {norm}, {where}; no weight was changed"
+
+
+def held_table(held):
+    rows = [[k, len(ts), sum(t.numel() * t.element_size() for t in ts)] for k, ts in held.items() if ts]
+    dp.table(["held between steps", "tensors", "bytes"], rows)
 
 
 def describe(args, sizes):
@@ -1056,6 +1106,28 @@ def describe(args, sizes):
     dp.log()
 
 
+class Columns:
+    """The line of a step. wait and data are the shares of the step that rank 0 stood still for
+    communication and spent on making its batch."""
+
+    def __init__(self, args, device):
+        self.args, self.device = args, device
+        self.cpu, self.moe = device.type == "cpu", has_experts(args)
+        dp.log(" step     loss  one device" + "   auxiliary" * self.moe + "   norm       lr  tokens/s"
+               "  a rank" + ("  wait  data" if self.cpu else "    MFU"))  # fmt: skip
+
+    def __call__(self, step, loss, expected, auxiliary, norm, lr, seconds, waits):
+        speed = self.args.batch * self.args.seq / seconds
+        line = f"{step + 1:5} {loss:8.6f}  {expected:>10}" + f"    {auxiliary:8.6f}" * self.moe
+        line += f" {norm:6.3f} {lr:8.1e} {speed:9,.0f} {speed / dist.get_world_size():7,.0f}"
+        used = mfu(self.args, self.device, speed)
+        if self.cpu:
+            line += "".join(f"  {wait:4.0%}" for wait in waits)
+        else:
+            line += f"  {used:5.1%}" if used else "   none"
+        dp.log(line)
+
+
 def open_csv(path, first):
     """The file, with what it says of the first steps if they were done by an earlier run."""
     if path is None or dist.get_rank() != 0:
@@ -1071,6 +1143,8 @@ def open_csv(path, first):
 
 def report(args, model, optimizer, groups, wire, loads, check):
     """Bytes beside formulas, errors beside bounds; returns the failures."""
+    dp.log()
+    held_table(optimizer.tensors())
     dp.log()
     failures = wire_table(wire, args, optimizer, groups, loads)
     if args.check:
