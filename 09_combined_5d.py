@@ -1056,7 +1056,8 @@ def train(args):
                 expected = f"{check.note(step, loss, norm, auxiliary, gradients, weights):.6f}"
         show_step(step, loss, expected, auxiliary, norm, lr, seconds, waits)
         if csv:
-            csv.write(f"{step + 1},{loss!r},{norm!r},{lr!r}\n")
+            row = step + 1, loss, norm, lr, seconds, *waits
+            csv.write(",".join(map(repr, row)) + "\n")
         if not math.isfinite(loss + norm):  # the same numbers on all ranks, so all stop here
             return dp.verdict("09_combined_5d", [not_finite(step, loss, norm, own)])
         done = step + 1
@@ -1134,7 +1135,7 @@ def open_csv(path, first):
         return None
     lines = open(path).readlines()[1:] if first and os.path.exists(path) else []
     file = open(path, "w", buffering=1)
-    file.write("step,loss,grad_norm,lr\n")
+    file.write("step,loss,grad_norm,lr,seconds,wait,data\n")
     for line in lines:  # the last may be torn
         if line.endswith("\n") and int(line.split(",")[0]) <= first:
             file.write(line)
