@@ -602,12 +602,12 @@ def pieces_of_one_linear_alone(recipe):
     return result
 
 
-def cut_model(recipe, dtype, c, shape, keep_group=True):
+def cut_model(recipe, dtype, c, shape, mode="selective"):
     n, rank = dist.get_world_size(), dist.get_rank()
     groups = {name: dist.new_group(range(n), group_desc=name) for name in ("tp", "scales")}
     model = memory.build(c, dtype=dtype)
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    memory.recompute(model, "selective")
+    memory.recompute(model, mode)
     first = recipe != "block"  # before or after the cut: no difference
     state = fp8.use(model, recipe, group=groups["scales"]) if first else None
     tp.cut(model, groups["tp"])
@@ -650,6 +650,15 @@ def test_a_cut_model_is_the_model_of_one_device(recipe, n, shape):
         assert state.keys() == remembered.keys() and len(state) == 42 * (recipe == "delayed")
         assert not state or dp.worst_error(state, remembered)[0] < 1e-6
         assert cost == fp8.sent(fp8.RECIPES[recipe], linears, n).get("all_reduce", (0, 0))
+
+
+def test_full_recomputation_asks_for_the_scales_of_forward_twice():
+    right, _ = one_device("tensor", F64, CUT, (1, 16))
+    for grads, _, cost, linears in dp.launch(
+        cut_model, 2, "tensor", F64, CUT, (1, 16), "full", timeout=60
+    ):
+        assert linears == 14 and dp.worst_error(grads, right)[0] < 1e-11
+        assert cost == fp8.sent(fp8.RECIPES["tensor"], 14, 2, forwards=2)["all_reduce"]
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -1114,11 +1123,11 @@ def test_a_step_never_looks_at_a_value(recipe):
 
 def test_a_few_steps_on_text():
     losses = {
-        name: fp8.train(fp8.RUNS[name][0], 12, make=fp8.RUNS[name][1])[-4:].mean().item()
+        name: fp8.train(fp8.RUNS[name][0], 12, make=fp8.RUNS[name][1], lr=2e-3)[-4:].mean().item()
         for name in ("bf16", "block", "naive")
     }
     assert abs(losses["block"] / losses["bf16"] - 1) < 0.01
-    assert losses["naive"] / losses["bf16"] - 1 > 0.05
+    assert losses["naive"] / losses["bf16"] - 1 > 0.03
 
 
 @pytest.mark.full
