@@ -106,7 +106,7 @@ def counted_in_forward(out, ctx, dout, loss, demand, moe):
 
 
 def without_sequence_group(result, *_):
-    for moe in ep.moe_layers(result[0]):
+    for moe in ep.moe_layers(result.model):
         moe.sequence_group = None
     return result
 
