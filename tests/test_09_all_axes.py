@@ -38,6 +38,7 @@ def models(monkeypatch):
         f"{ALL_FIVE} --schedule 1f1b --zero 2 --optimizer sgd --recompute selective --ep 8",
         "--pp 4 --batch 8 --micro-batch 2 --model tied-moe --schedule afab --zero 0",
         "--tp 4 --pp 2 --batch 4 --micro-batch 1 --model untied --schedule zb-h1 --zero 1",
+        "--dp 2 --pp 2 --batch 8 --micro-batch 1 --model dense --zero 3",  # a table cut on two ranks
     ],
 )
 def test_layouts_compute_what_one_device_does(argv):
@@ -238,6 +239,53 @@ def test_expert_groups_by_values():
         "ep": [[0, 1], [2, 3], [4, 5], [6, 7]],
         "edp": [[0, 2], [1, 3], [4, 6], [5, 7]],
     }
+
+
+def where_and_what(argv):
+    args = lattice.parse(argv)
+    groups = combined.make_groups(args, combined.layout(args))
+    seen = []
+    combined.my_batches(args, groups, lambda i: (seen.append(i), lattice.Text(
+        dp.open_tokens(), 16, 0)(i))[1], 3, "cpu")  # fmt: skip
+    return [dist.get_rank(groups[axis]) for axis in ("dp", "pp", "cp", "tp")], seen
+
+
+def test_who_reads_which_samples():
+    """The same within tp, pp and cp, others in each dp rank, together the step's batch once."""
+    argv = "--dp 2 --tp 2 --pp 2 --cp 2 --batch 8 --micro-batch 2 --model dense".split()
+    ranks = dp.launch(where_and_what, 16, argv, timeout=60)
+    by_dp = {d: {tuple(seen) for (place, *_), seen in ranks if place == d} for d in (0, 1)}
+    assert all(len(alike) == 1 for alike in by_dp.values())
+    first, second = (alike.pop() for alike in by_dp.values())
+    assert sorted(first + second) == list(range(24, 32)) and len(first) == 4
+    assert len({tuple(place) for place, _ in ranks}) == 16
+
+
+def next_words(argv):
+    combined.MODELS |= lattice.MODELS
+    args = lattice.parse(argv)
+    groups = combined.make_groups(args, combined.layout(args))
+    job = combined.compose(args, groups, "cpu")
+    dense, _ = combined.plain_model(args, torch.float64, "cpu")
+    ids = torch.arange(7)[None]
+    with torch.no_grad():
+        ours = combined.next_logits(args, job.pipeline, groups, ids)
+        return dp.relative_error(ours, dense(ids)[0, -1].float())
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--dp 2 --pp 2 --tp 2 --schedule interleaved --model dense",
+        "--dp 2 --pp 2 --ep 2 --schedule zb-v --model moe",
+    ],
+)
+def test_every_replica_computes_the_same_next_logits(argv):
+    """Broadcasts from a stage go out by its global rank, in a group where it is another."""
+    args = lattice.parse(argv.split())
+    world = math.prod(combined.layout(args).values())
+    errors = dp.launch(next_words, world, argv.split(), timeout=60)
+    assert len(errors) == world and max(errors) < 1e-6
 
 
 # --- Rules ----------------------------------------------------------------------------------------
