@@ -1012,20 +1012,14 @@ class Timeline(dp.Trace):
         return spent / (self.now() - begin)
 
 
-PEAK = {  # dense bf16 FLOP/s by device name, from the makers' data sheets
-    "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12,
-}  # fmt: skip
-
-
 def mfu(args, device, tokens_per_second):
     """Share of the peak spent on useful FLOPs, per rank; None where the peak is not known."""
-    if device.type != "cuda" or args.dtype != "bfloat16":
-        return None
-    name = torch.cuda.get_device_name(device)
-    peak = next((flops for known, flops in PEAK.items() if known in name), None)
+    name = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else "cpu"
+    peaks = [p for (gpu, dtype), p in memory.PEAKS.items() if gpu in name and dtype == "bf16"]
     count = ep.moe_flops_per_token if has_experts(args) else memory.flops_per_token
-    useful = count(MODELS[args.model], args.seq)
-    return peak and tokens_per_second / dist.get_world_size() * useful / peak
+    useful = count(MODELS[args.model], args.seq) * tokens_per_second / dist.get_world_size()
+    known = peaks and args.dtype == "bfloat16" and not args.fp8
+    return memory.utilisation(useful, 1, peaks[0]) if known else None
 
 
 def facts(args, tokens):
