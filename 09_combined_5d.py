@@ -819,10 +819,13 @@ class Check:
 
     def __init__(self, args, sample, device):
         self.steps, self.dtype = min(args.check, args.steps), DTYPES[args.dtype]
+        in_fp8 = args.fp8 or args.fp8_optimizer
+        if in_fp8:  # after that, rounding has led two runs to different weights
+            self.steps = min(self.steps, 2)
         # Rank 0 alone, as ranks may share cores. The others wait for it, however long it takes.
         self.active = self.steps > 0 and dist.get_rank() == 0
         self.ours = {"loss": {}, "norm": {}, "gradient": {}, "weight": {}}
-        self.rounded = self.dtype not in self.BOUND or args.fp8 or args.fp8_optimizer
+        self.rounded = self.dtype not in self.BOUND or in_fp8
         if self.active:
             make = fp8_optimizer if args.fp8_optimizer else None
             prepare = args.fp8 and (lambda model: fp8.use(model, args.fp8).end_step)
@@ -843,6 +846,10 @@ class Check:
         self.ours["gradient"].update({f"{name}, {key}": g for name, g in gradients.items()})
         if weights is not None:  # after the last step that is compared
             self.ours["weight"] = {name: p.detach().clone() for name, p in weights.items()}
+            if self.rounded:  # the bias of an expert moves by the sign of a small difference
+                for name in [n for n in self.ours["weight"] if n.endswith("router.bias")]:
+                    for one in (self.ours, self.expected, self.exact):
+                        del one["weight"][name]
         return self.expected["loss"][key].item()
 
     def error_and_bound(self, kind):
@@ -852,13 +859,12 @@ class Check:
         # bf16 and FP8 round every product, and another layout rounds in another order. We allow
         # half as much again as the error of one device that does so, both against float64.
         # A single number can be right by luck on one device: a norm is as far off at the most as
-        # the gradient as a whole, and the loss is held to the spacing of bf16.
+        # the gradient as a whole, and the loss is allowed the spacing of bf16.
         error = dp.worst_error(self.ours[kind], self.exact[kind])
-        if kind == "loss":
-            return error, 2**-8
         if kind == "norm":
             return error, 1.5 * self.whole_gradient_error()
-        return error, 1.5 * dp.worst_error(self.expected[kind], self.exact[kind])[0]
+        bound = 1.5 * dp.worst_error(self.expected[kind], self.exact[kind])[0]
+        return error, max(bound, 2**-8) if kind == "loss" else bound
 
     def whole_gradient_error(self):
         """One device's relative error of all gradients of a step as one vector; the worst step."""
