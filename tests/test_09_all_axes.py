@@ -388,8 +388,7 @@ def test_fp8_is_held_to_the_error_of_one_device(capfd, argv):
     assert codes == [0] * world, out
     compared = {words[0]: int(words[1]) for line in out.splitlines() if (words := line.split())
                 and words[0] in ("gradient", "weight", "norm", "loss")}  # fmt: skip
-    names = 43 if "moe" in argv[-1] or "tiny-moe" in argv else 39
-    losses = 4 if "tiny-moe" in argv else 2
+    names, losses = (43, 4) if args.model == "tiny-moe" else (39, 2)
     assert compared == {"gradient": 2 * names, "weight": names, "norm": 2, "loss": losses}
     if args.fp8 == "delayed":
         assert re.search(r"dp·cp·tp +all_reduce +1 +1 ", out)
