@@ -585,8 +585,9 @@ def sent(args, optimizer, groups, loads):
         costs["dp·cp·tp", "all_reduce"] = dp.sent([8 * sum(map(len, loads))], size["dp·cp·tp"])
     if args.fp8 == "delayed":
         rows = linears(MODELS[args.model]) * len(sum(stage_kinds(args, rank).values(), []))
-        for name, cost in fp8.sent(fp8.RECIPES["delayed"], rows, size["dp·cp·tp"]).items():
-            costs["dp·cp·tp", name] = add(costs.get(("dp·cp·tp", name)), cost)
+        scaled = fp8.sent(fp8.RECIPES["delayed"], rows, size["dp·cp·tp"])
+        cost = scaled.get("all_reduce", (rows > 0, 0))  # a group of one is asked, too
+        costs["dp·cp·tp", "all_reduce"] = add(costs.get(("dp·cp·tp", "all_reduce")), cost)
     if args.pp > 1:
         hidden = args.micro_batch * args.seq // args.cp // args.tp * MODELS[args.model].dim
         shape = args.pp, m, chunks(args), rank, hidden * DTYPES[args.dtype].itemsize
