@@ -397,7 +397,10 @@ def sent(args, optimizer, groups):
         n = size.get(cut, 1)
         lengths = {k: flat.length for k, flat in flats.items() if places[k] == (cut, same)}
         here = [[k for k in unit if k in lengths] for unit in units]
-        over_cut = zero.sent(args.zero, lengths, here, n, weight, gradient, micro_batches)
+        reduction = zero.reduces_by(groups[cut]) if cut else None
+        over_cut = zero.sent(
+            args.zero, lengths, here, n, weight, gradient, micro_batches, reduction
+        )
         shards = [length // n * gradient for length in lengths.values()]
         for key, cost in [
             *(((cut, collective), cost) for collective, cost in over_cut.items()),
