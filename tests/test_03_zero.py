@@ -797,8 +797,8 @@ def bytes_held_and_sent(stage, config, m, dtype):
     assert held == {kind: formula[kind] for kind in held}, (stage, held, formula)
     if n > 1:
         assert peak == {k: formula[k] for k in peak}, (stage, peak, formula)
-    reduction = zero.reduces_by(world)
-    expected = zero.sent(stage, flats, units, n, dtype.itemsize, wide.itemsize, m, reduction)
+    sizes = dtype.itemsize, wide.itemsize
+    expected = zero.sent(stage, flats, units, n, *sizes, m, reduction=zero.reduces_by(world))
     measured = {
         name: (wire.calls[group, name], wire.bytes[group, name]) for group, name in wire.calls
     }
