@@ -10,7 +10,7 @@ cpu    processor time of the busiest rank. Where ranks share cores, a rank that 
        core to the others and wall is about the work of all together; with a core for each rank,
        the others wait for this one.
 peak   what the CPU allocator held at most on any rank, from building a side to the end of its
-       third step, in the best of five runs. Some rows claim this too.
+       third step. Some rows claim this too: the best of five runs then.
 
 To add a row of chapter 0N, write both sides into tests/bench_0N.py and name them in ROWS below. A
 side is make(group) -> (step, results): step() is what is timed, and results() is called once after
@@ -40,6 +40,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 torch.set_num_threads(1)
 
+import bench_01
 import bench_02
 import bench_03
 import bench_04
@@ -65,6 +66,12 @@ class Row:
 RING = partial(bench_07.attention, "ring", True)
 
 ROWS = {
+    "01 one device / as nanoGPT writes it": Row(
+        bench_01.ours, partial(bench_01.theirs, False), world=1, peak=1.0, tolerance=1e-4
+    ),
+    "01 one device / the same, torch.compile": Row(  # printed, and nothing claimed
+        bench_01.ours, partial(bench_01.theirs, True), world=1, wall=math.inf, tolerance=1e-4
+    ),
     "02 buckets / DDP": Row(partial(bench_02.buckets, 6), partial(bench_02.ddp, 6)),
     "02 buckets / DDP, 3 micro-batches": Row(
         partial(bench_02.buckets, 2), partial(bench_02.ddp, 2)
@@ -172,12 +179,13 @@ def measure(row, pairs):
     ranks = dp.launch(take_turns, row.world, row, pairs, timeout=120)
     error = max(error for error, *_ in ranks)
     _, walls, cpus = ranks[0]  # the times are of all ranks already
-    peak = smallest_peak(row.ours, row.world), smallest_peak(row.theirs, row.world)
+    runs = 1 if row.peak == math.inf else 5
+    peak = tuple(smallest_peak(make, row.world, runs) for make in (row.ours, row.theirs))
     return error, {"wall ms": walls, "cpu ms": cpus, "peak MiB": [peak]}
 
 
-def smallest_peak(make, world, runs=5):
-    """MiB of the fullest rank, in the best of several runs.
+def smallest_peak(make, world, runs):
+    """MiB of the fullest rank, in the best of so many runs.
 
     The profiler does not see what gloo's own threads free after a transfer, if it is they who let
     go of it last. So a run may count too much, and never too little.
