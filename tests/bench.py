@@ -47,6 +47,7 @@ import bench_04
 import bench_05
 import bench_06
 import bench_07
+import bench_09
 
 dp = import_module("02_dp")
 
@@ -99,6 +100,9 @@ ROWS = {
     "06 ep 4 / all-gather MoE": Row(bench_06.ours, bench_06.theirs, world=4),
     "07 ring zigzag / all-gather": Row(RING, partial(bench_07.attention, "allgather", True)),
     "07 ring zigzag / plain ring": Row(RING, partial(bench_07.attention, "ring", False)),
+    "09 dp 2 x tp 2 x pp 2 / FSDP2 + DTensor + pipelining": Row(
+        bench_09.ours, bench_09.theirs, world=8, peak=1.0, tolerance=1e-4
+    ),
 }
 
 
