@@ -19,7 +19,7 @@ pp = import_module("05_pp_1f1b")
 combined = import_module("09_combined_5d")
 
 CONFIG = memory.Config(vocab=512, dim=256, layers=4, heads=8, kv_heads=4, ffn=768)
-FLAGS = "--model bench --dp 2 --tp 2 --pp 2 --zero 1 --batch 16 --micro-batch 2 --seq 64"
+FLAGS = "--model bench --dp 2 --tp 2 --pp 2 --zero 1 --batch 16 --micro-batch 2 --seq 256"
 combined.MODELS["bench"] = CONFIG
 
 
