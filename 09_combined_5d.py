@@ -616,7 +616,9 @@ def weights_sent(args, optimizer, size, rank):
     for cut, same in dict.fromkeys(places.values()):
         n = size.get(cut, 1)
         lengths = {k: flat.length for k, flat in flats.items() if places[k] == (cut, same)}
-        over_cut = zero.sent(args.zero, lengths, units, n, weight, gradient, times, passes)
+        over_cut = zero.sent(
+            args.zero, lengths, units, n, weight, gradient, times, passes, zero.reduces_by()
+        )
         shards = [length // n * gradient for length in lengths.values()]
         for key, cost in [
             *(((cut, collective), cost) for collective, cost in over_cut.items()),
