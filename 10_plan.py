@@ -1,0 +1,494 @@
+"""
+10 · Which layout, on which cluster, how fast
+
+Idea      Chapters 01 to 07 say, as functions, what each axis makes a rank hold, compute and send.
+          Add what the hardware does in a second, say what hides behind what, and every layout of a
+          model on a cluster has a price before anybody rents it. Then try them all.
+Picture   a layout ─┬─ bytes held (01, 03-07) ──────────────── fits in a GPU, or not
+                    ├─ FLOPs, thin matrices ── seconds ─┐
+                    ├─ launches by the host ── seconds ─┴ the slower ┬─ × micro-batches ─┐
+                    ├─ bytes sent over tp, cp, ep ── what is exposed ┘                   │
+                    ├─ stages, schedule ─────────── pipeline fill ───────────────────────┼─ step
+                    └─ gradients, weights, optimizer, once a step ───────────────────────┘
+Cost      of a collective: hops · latency + bytes a rank sends / rate of its slowest link (α–β). A
+          group that spans nodes leaves each through as many network cards as it has ranks there.
+          of a step: m · slowest stage + fill + what of dp is not hidden + optimizer
+Pays      always, before a run: it takes seconds. How far to believe it: tests/validate.py holds it
+          against two thousand published runs; fitted on the runs of one model it foretells those
+          of another with a median error of about 4 %, and its first choice was at worst 8 % slower
+          than the fastest that was measured.
+Forget    (nothing: this chapter trains no model.)
+Run       python 10_plan.py
+          python 10_plan.py --model llama3-70b --dp 8 --tp 8 --pp 4 --zero 1 --seq 8192
+          python 10_plan.py --model llama3-70b --gpus 512 --gpu h100 --seq 8192 --batch-tokens 4M
+          python 10_plan.py --calibrate mine.json     (then: --hardware mine.json)
+Read      Megatron-LM (2104.04473), Llama 3 (2407.21783) section 3.3, the Ultra-Scale Playbook,
+          hierarchical all-reduce (1807.11205), rooflines (Williams, Waterman, Patterson 2009)
+"""
+
+import argparse
+import difflib
+import json
+import math
+import sys
+import time
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache, partial
+from importlib import import_module
+
+import torch
+
+memory = import_module("01_memory")
+dp = import_module("02_dp")
+tp = import_module("04_tp_sp")
+pp = import_module("05_pp_1f1b")
+ep = import_module("06_ep")
+cp = import_module("07_cp_ring")
+combined = import_module("09_combined_5d")
+
+MODELS = {**memory.PRESETS, **ep.PRESETS}
+BF16, E, WIDE = torch.bfloat16, 2, 4  # computed in; bytes of a number of it, and of one of fp32
+GiB = 2**30
+
+
+# --- 1. Hardware, as data -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)  # compared and hashed by identity: caches are keyed by it
+class Hardware:
+    """A GPU and its links. Rates are what one GPU sends, in one direction, in bytes/s."""
+
+    peak: float  # dense bf16 FLOP/s
+    fp8: float  # dense fp8 FLOP/s; 0: none
+    memory: float  # bytes, as the driver reports them
+    hbm: float  # bytes/s to its own memory
+    node: int  # GPUs that share the fast link
+    inside: float  # NVLink, Infinity Fabric
+    cards: int  # network cards of a node
+    card: float  # bytes/s of one
+    price: float  # dollars for a GPU-hour, a round number of 2025
+    reached: float = 0.8  # share of a link's rate that a large collective reaches
+    curve: tuple = ()  # measured rates: ((nodes, all_reduce, all_gather, reduce_scatter), …)
+
+    @property
+    def across(self):
+        """A GPU's share of the node's cards."""
+        return self.cards * self.card / self.node
+
+
+# From the makers' data sheets.
+HARDWARE = {
+    "a100": Hardware(312e12, 0, 85.9e9, 2.04e12, 8, 300e9, 8, 25e9, 1.5),
+    "h100": Hardware(989.4e12, 1979e12, 85.5e9, 3.35e12, 8, 450e9, 8, 50e9, 2.5),
+    "h200": Hardware(989.4e12, 1979e12, 150.7e9, 4.8e12, 8, 450e9, 8, 50e9, 3.0),
+    "b200": Hardware(2250e12, 4500e12, 192e9, 8e12, 8, 900e9, 8, 50e9, 5.0),
+    "gb200": Hardware(2450e12, 4900e12, 199e9, 8e12, 72, 900e9, 72, 50e9, 6.0),
+    "mi300x": Hardware(1307e12, 2615e12, 206e9, 5.3e12, 8, 448e9, 8, 50e9, 2.5),
+}
+# The playbook's cluster: H100s, 32 cards of 100 Gbit/s a node (AWS). What its collectives of 256 MB
+# reached, in 1e9 bytes/s, by the number of nodes that took part; the means of many runs.
+MEASURED = [
+    (1, 436.0, 249.8, 249.7), (2, 361.7, 184.6, 181.6), (4, 160.1, 119.0, 115.8),
+    (8, 99.6, 69.0, 68.6), (16, 84.7, 55.0, 54.5), (32, 64.9, 28.0, 27.9), (64, 32.9, 11.0, 11.1),
+]  # fmt: skip
+HARDWARE["h100-efa"] = replace(
+    HARDWARE["h100"],
+    cards=32,
+    card=12.5e9,
+    curve=tuple((n, *(1e9 * rate for rate in rates)) for n, *rates in MEASURED),
+)
+COLUMN = {"all_reduce": 1, "all_gather": 2, "reduce_scatter": 3}
+HOP_INSIDE, HOP_ACROSS = 3e-6, 12e-6  # seconds until a neighbour has the first byte
+
+
+def interpolate(table, x, column):
+    """Between the rows of a table that lie around x, on logarithmic axes; flat beyond its ends."""
+    x = min(max(x, table[0][0]), table[-1][0])
+    for low, high in zip(table, table[1:]):
+        if x <= high[0]:
+            t = math.log(x / low[0]) / math.log(high[0] / low[0])
+            return low[column] ** (1 - t) * high[column] ** t
+    return table[0][column]
+
+
+@lru_cache(None)
+def link(hw, n, stride, nodes, collective):
+    """(seconds before the last rank has a first byte, bytes/s) for a group of n ranks.
+
+    stride: how far apart in rank neighbours of the group are, so how many of them share a node.
+    """
+    together = max(1, min(n, hw.node // stride))  # of the group, in a node
+    spans = -(-n // together)  # nodes
+    hops = (together - 1) * HOP_INSIDE + (spans - 1) * HOP_ACROSS
+    rate = hw.inside * hw.reached
+    if spans > 1:  # in and out of a node through the cards of its ranks of the group
+        rate = min(rate, hw.across * together * hw.reached)
+    if hw.curve and collective in COLUMN:
+        # The switches are shared by all that send at that moment, so the job's nodes count.
+        measured = interpolate(hw.curve, nodes if spans > 1 else 1, COLUMN[collective])
+        rate = min(measured, hw.across * together) if spans > 1 else measured
+    return hops, rate
+
+
+def transfer(hw, calls, nbytes, n, stride, nodes, collective):
+    """Seconds in which every rank of a group sends so many bytes in so many calls."""
+    hops, rate = link(hw, n, stride, nodes, collective)
+    return calls * hops + float(nbytes) / rate
+
+
+# --- 2. The software, as data ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """What no data sheet says: how well the software uses the hardware."""
+
+    # Fitted to published runs by tests/validate.py, which prints them for each half of the data.
+    matmul: float  # share of the peak that a large product reaches
+    passes: float  # bytes that elementwise operations move, in units of what `touched` counts
+    host: float  # seconds in which the host launches a layer, forward and backward
+    tp_exposed: float  # share of tp's transfers behind which no product hides
+    step: float  # seconds a step, whatever its layout: clipping, logging, the next batch
+    spread: float = 0.0  # the slowest of the hosts is so much slower, for each node
+    crossing: float = 0.0  # seconds a layer and tp rank, once a pipeline spans nodes
+    unbucketed: float = 0.0  # seconds a dp rank, for ZeRO-0's gradients in a pipeline
+    # Not fitted.
+    attention: float = 0.35  # share of the peak that a fused attention kernel reaches
+    behind: float = 0.25  # share of the backward pass behind which gradients travel
+    # Bytes beyond what 01 to 07 keep.
+    wide: float = 0.0  # for each token and unit of width of a block: copies of its norms in fp32
+    gathered: float = 0.0  # inputs of tp's column-parallel products that a block keeps whole
+    logit: float = 0.0  # for each logit: copies of the loss in fp32
+    gradient: float = 0.0  # for each parameter: bf16 gradients beside those in fp32
+    reserve: float = 5e9  # of the GPU's memory: context, buffers of NCCL, holes
+
+
+STACKS = {
+    # Plain PyTorch launched operation by operation. Fitted to the playbook's runs (nanotron).
+    "eager": Stack(
+        matmul=0.48, passes=0.68, host=4.45e-3, tp_exposed=0.48, step=0.06, spread=1.9e-3,
+        crossing=2.05e-3, unbucketed=5e-3, wide=12, gathered=2, logit=6, gradient=2,
+    ),
+}  # fmt: skip
+
+
+# --- 3. A layout ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model, and what 09 is told to do with it; the names are those of 09's flags."""
+
+    model: str
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    zero: int = 0
+    recompute: str = "none"
+    seq: int = 4096
+    micro_batch: int = 1
+    batch: int = 1  # global, in sequences
+    schedule: str = "1f1b"
+    chunks: int = 2  # if interleaved
+    cp_kind: str = "ring"
+
+    @property
+    def world(self):
+        return self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def m(self):
+        """Micro-batches a step."""
+        return self.batch // self.dp // self.micro_batch
+
+    @property
+    def v(self):
+        """Chunks of layers on each rank of the pipeline."""
+        return {"interleaved": self.chunks, "zb-v": 2}.get(self.schedule, 1)
+
+    def __str__(self):
+        axes = [f"{a}{getattr(self, a)}" for a in ("dp", "cp", "tp", "pp", "ep")]
+        parts = [a for a in axes if not a.endswith("1") or a[2:] != "1"] or ["dp1"]
+        parts += [f"z{self.zero}", f"{self.m}x{self.micro_batch}"]
+        parts += [self.recompute] * (self.recompute != "none")
+        return " ".join(parts + [self.schedule] * (self.pp > 1 and self.schedule != "1f1b"))
+
+
+def has_experts(c):
+    return isinstance(c, ep.Config)
+
+
+@lru_cache(None)
+def met_by_a_token(c):
+    """The dense model with as wide an FFN as a token's experts together."""
+    if not has_experts(c):
+        return c
+    dense = {f.name: getattr(c, f.name) for f in fields(memory.Config)}
+    return memory.Config(**dense | {"ffn": c.ffn * (c.top_k + c.shared)})
+
+
+def useful_flops(c, T):
+    return memory.flops_per_token(met_by_a_token(c), T)
+
+
+@lru_cache(None)
+def stages(c, p, v, T):
+    """[(layers, is it the first, is it the last)] for each rank of the pipeline."""
+    if p == 1:
+        return [(c.layers, True, True)]
+    head = pp.head_flops(c) / pp.block_flops(met_by_a_token(c), T)
+    full = min(p * v, c.layers + 1)  # others have run with stages that are empty; 09 does not
+    counts = pp.split(c.layers, full, head)
+    counts[-1:-1] = [0] * (p * v - full)
+    return [(sum(counts[rank::p]), rank == 0, rank == p - 1) for rank in range(p)]
+
+
+# --- 4. What a rank holds -------------------------------------------------------------------------
+
+
+@lru_cache(None)
+def parameters(c, tp_, ep_, layers, first, last):
+    """Numbers on a rank: (of experts, which edp shares, and of all else, which dp·cp shares)."""
+    K = max(c.kv_heads // tp_, 1)  # with fewer heads than ranks, several hold the same
+    block = 2 * c.dim * (c.heads // tp_ + K) * c.head_dim + 2 * c.dim
+    experts = 0
+    if has_experts(c):
+        block += c.dim * c.experts + 3 * c.dim * c.ffn * c.shared
+        experts = 3 * c.dim * c.ffn * c.experts // ep_
+    else:
+        block += 3 * c.dim * c.ffn // tp_
+    table = -(-c.vocab // tp_) * c.dim
+    ends = first * table + last * (c.dim + table * (not (c.tied and first)))
+    return layers * experts, layers * block + ends
+
+
+@lru_cache(None)
+def kinds(recompute, layers):
+    """[(none, selective or full; how many of so many layers)]"""
+    every = [memory.kind_of(recompute, layer) for layer in range(layers)]
+    return [(kind, every.count(kind)) for kind in dict.fromkeys(every)]
+
+
+@lru_cache(None)
+def block_kept(c, st, B, T, tp_, ep_, kind):
+    """Bytes a block keeps of a micro-batch (T: of this rank's part of the sequence)."""
+    if has_experts(c):  # under tp every rank routes its own part of the sequence
+        kept = ep.held(c, B, T // tp_, BF16, ep_, kind)
+    else:
+        kept = tp.held(replace(c, layers=1), B, T, BF16, tp_, kinds=[kind])["blocks"]
+    if kind == "full":
+        return kept
+    return kept + B * T * c.dim * (st.wide / tp_ + st.gathered * E * (1 - 1 / tp_))
+
+
+def held(hw, st, lay, rank=0):
+    """Bytes by kind on a rank of the pipeline at the fullest moment of a step."""
+    c, n = MODELS[lay.model], lay.dp * lay.cp
+    stage = layers, first, last = stages(c, lay.pp, lay.v, lay.seq)[rank]
+    sizes = parameters(c, lay.tp, lay.ep, *stage)
+    ranks = n * lay.tp // lay.ep, n  # over which ZeRO cuts them
+    cut = {s: sum(p / (r if lay.zero >= s else 1) for p, r in zip(sizes, ranks)) for s in (1, 2, 3)}
+    T = lay.seq // lay.cp
+    blocks = sum(
+        count * block_kept(c, st, lay.micro_batch, T, lay.tp, lay.ep, kind)
+        for kind, count in kinds(lay.recompute, layers)
+    )
+    flying = pp.in_flight(lay.schedule, lay.pp, lay.m, lay.v, rank) / lay.v
+    logits = lay.micro_batch * T * -(-c.vocab // lay.tp) * (2 * E + st.logit)  # with their gradient
+    one = max(parameters(c, lay.tp, lay.ep, 1, False, False)[1], 0)
+    return {
+        "parameters": cut[3] * E + (2 * one * E if lay.zero == 3 else 0),
+        "gradients": cut[2] * (WIDE + st.gradient) + (2 * one * WIDE if lay.zero > 1 else 0),
+        "master copy": cut[1] * WIDE,
+        "moments": cut[1] * 2 * WIDE,
+        "activations": flying * blocks,
+        "logits and loss": logits if last else 0,
+    }
+
+
+def peak(hw, st, lay):
+    """(bytes of the fullest rank of the pipeline, which one): the first or the last with 1F1B."""
+    ends = {0, lay.pp - 1} if lay.schedule in ("1f1b", "interleaved") else range(lay.pp)
+    return max((sum(held(hw, st, lay, rank).values()), rank) for rank in ends)
+
+
+def room(hw, st):
+    return hw.memory - st.reserve
+
+
+# --- 5. What a micro-batch takes ------------------------------------------------------------------
+
+
+def product(hw, st, n, k, m, weights=1):
+    """Seconds of (n, k) x (k, m): arithmetic, then the traffic that makes thin matrices slow."""
+    return 2 * n * k * m / (hw.peak * st.matmul) + E * (n * k + weights * k * m + n * m) / hw.hbm
+
+
+@lru_cache(None)
+def block_seconds(c, hw, st, B, T, cp_, tp_, ep_):
+    """Seconds of a block's forward pass on a GPU by kind of work; nothing else computed."""
+    n, H, K = B * T // cp_, c.heads // tp_, max(c.kv_heads // tp_, 1)
+    shapes = [(n, c.dim, (H + 2 * K) * c.head_dim), (n, H * c.head_dim, c.dim)]
+    if has_experts(c):
+        rows, own = n // tp_ * c.top_k, c.experts // ep_  # the load is taken to be even
+        shapes += [(rows, c.dim, 2 * c.ffn, own), (rows, c.ffn, c.dim, own)]
+        ffn = 2 * c.ffn * c.top_k / tp_
+    else:
+        shapes += [(n, c.dim, 2 * c.ffn // tp_), (n, c.ffn // tp_, c.dim)]
+        ffn = 2 * c.ffn / tp_
+    pairs = B * T * T / cp_ / 2  # causal, zigzag
+    # Numbers read or written for a token: two norms and two sums, the rotation, SwiGLU.
+    touched = 14 * c.dim / tp_ + 6 * (H + K) * c.head_dim + 1.5 * ffn
+    return {
+        "products": sum(product(hw, st, *shape) for shape in shapes),
+        "attention": 4 * pairs * H * c.head_dim / (hw.peak * st.attention),
+        "elementwise": st.passes * E * n * touched / hw.hbm,
+    }
+
+
+@lru_cache(None)
+def head_seconds(c, hw, st, n, tp_):
+    """Forward and backward of head and loss."""
+    V = -(-c.vocab // tp_)
+    return 3 * product(hw, st, n, c.dim, V) + st.passes * 50 * n * V / hw.hbm
+
+
+@lru_cache(None)
+def tp_sent(c, B, T, tp_, kind):
+    """[(collective, calls, bytes)] of a block over tp; kind "ends": of embedding, head and loss."""
+    none = replace(met_by_a_token(c), layers=0)
+    ends = tp.sent(none, B, T, BF16, tp_)
+    if kind == "ends":
+        return [(collective, calls, float(size)) for collective, (calls, size) in ends.items()]
+    block = tp.sent(replace(none, layers=1), B, T, BF16, tp_, kinds=[kind])
+    share = 0.5 if has_experts(c) else 1  # experts are not cut by tp: only attention has its pair
+    return [
+        (collective, share * (calls - ends[collective][0]), share * float(size - ends[collective][1]))
+        for collective, (calls, size) in block.items()
+    ]
+
+
+BACKWARD = {"products": 2, "attention": 2.5, "elementwise": 2}  # times the forward pass
+
+
+def micro_batch(hw, st, lay, stage, nodes):
+    """Seconds of a micro-batch, forward and backward, on a rank of the pipeline, line by line."""
+    c, (layers, _, last) = MODELS[lay.model], stage
+    n, T = lay.micro_batch * lay.seq // lay.cp, lay.seq // lay.cp
+    full = dict(kinds(lay.recompute, layers)).get("full", 0)
+    block = block_seconds(c, hw, st, lay.micro_batch, lay.seq, lay.cp, lay.tp, lay.ep)
+    lines = {kind: layers * t * (1 + BACKWARD[kind]) for kind, t in block.items()}
+    lines["recomputed"] = full * sum(block.values())
+    lines["recomputed"] += (lay.recompute == "selective") * layers * block["elementwise"] / 2
+    lines["head and loss"] = last * head_seconds(c, hw, st, n, lay.tp)
+    send = partial(transfer, hw, nodes=nodes)
+    if lay.tp > 1:
+        for kind, count in (("none", layers - full), ("full", full), ("ends", last)):
+            for collective, calls, size in tp_sent(c, lay.micro_batch, T, lay.tp, kind):
+                t = send(calls, size, lay.tp, 1, collective=collective)
+                lines["tp"] = lines.get("tp", 0) + st.tp_exposed * count * t
+    if lay.cp > 1:
+        heads = c.heads // lay.tp, max(c.kv_heads // lay.tp, 1), c.head_dim
+        sizes = cp.sent(lay.cp_kind, lay.micro_batch, lay.seq, *heads, lay.cp, BF16)
+        t = sum(send(*cost, lay.cp, lay.tp, collective=name) for name, cost in sizes.items())
+        hidden = 3.5 * block["attention"] if lay.cp_kind == "ring" else 0
+        lines["cp"] = layers * max(t - hidden, 0.1 * t)
+    if lay.ep > 1:
+        lines["ep"] = sum(
+            count * send(*ep.sent(c, n // lay.tp, BF16, lay.ep, kind), lay.ep, 1,
+                         collective="all_to_all")
+            for kind, count in (("none", layers - full), ("full", full))
+        )  # fmt: skip
+    lines |= sharded(hw, st, lay, stage, nodes, sum(lines.values()))
+    host = layers * st.host * (1 + full / max(layers, 1) / 3)
+    if lay.tp > 1 and lay.pp > 1 and nodes > 1:
+        host += layers * st.crossing * lay.tp
+    host *= 1 + st.spread * nodes
+    lines["waiting for the host"] = max(0.0, host - sum(lines.values()))
+    return lines
+
+
+def sharded(hw, st, lay, stage, nodes, busy):
+    """What ZeRO-2 and 3 send for every micro-batch, beyond what `busy` seconds of work hide."""
+    n, lines = lay.dp * lay.cp, {}
+    total = sum(parameters(MODELS[lay.model], lay.tp, lay.ep, *stage)) * (n - 1) / n
+    if lay.zero >= 2 and lay.m > 1 and n > 1:
+        t = transfer(hw, stage[0], total * WIDE, n, lay.tp, nodes, "reduce_scatter")
+        lines["gradients, each time"] = max(t - st.behind * busy * 2 / 3, 0.1 * t)
+    if lay.zero == 3 and n > 1:
+        t = transfer(hw, 2 * stage[0], 2 * total * E, n, lay.tp, nodes, "all_gather")
+        lines["weights gathered"] = max(t - st.behind * busy, 0.1 * t)
+    return lines
+
+
+# --- 6. What a step takes -------------------------------------------------------------------------
+
+
+def once(hw, st, lay, stage, nodes, backward):
+    """What happens once a step: gradients summed, optimizer, weights spread."""
+    n, P = lay.dp * lay.cp, sum(parameters(MODELS[lay.model], lay.tp, lay.ep, *stage))
+    lines = {"optimizer": P / (n if lay.zero else 1) * (8 * WIDE + E) / hw.hbm}
+    if n == 1 or lay.zero == 3:
+        return lines
+    part, send = P * (n - 1) / n, partial(transfer, hw, stage[0], n=n, stride=lay.tp, nodes=nodes)
+    if lay.zero == 0:
+        t = send(2 * part * WIDE, collective="all_reduce")
+    else:
+        t = send(part * WIDE, collective="reduce_scatter")
+        lines["weights spread"] = send(part * E, collective="all_gather")
+    if lay.zero == 0 and lay.pp > 1 and st.unbucketed:
+        lines["gradients"] = t + st.unbucketed * (n - 1)
+    elif lay.zero < 2 or lay.m == 1:
+        lines["gradients"] = max(t - st.behind * backward, 0.2 * t)
+    return lines
+
+
+@lru_cache(None)
+def bubble(schedule, p, m, v):
+    return float(pp.bubble(schedule, p, m, v))
+
+
+@dataclass
+class Estimate:
+    layout: Layout
+    lines: dict  # seconds of a step by what they are spent on
+    peak: float  # bytes of the fullest rank
+    rank: int  # of the pipeline, that rank
+    fits: bool
+
+    @property
+    def seconds(self):
+        return sum(self.lines.values())
+
+    @property
+    def speed(self):
+        """Tokens a second and GPU."""
+        return self.layout.batch * self.layout.seq / self.layout.world / self.seconds
+
+    def mfu(self, hw):
+        return useful_flops(MODELS[self.layout.model], self.layout.seq) * self.speed / hw.peak
+
+
+def estimate(hw, st, lay):
+    """Where time and bytes of a step of this layout go."""
+    c, nodes = MODELS[lay.model], -(-lay.world // hw.node)
+    parts = stages(c, lay.pp, lay.v, lay.seq)
+    micro = {stage: micro_batch(hw, st, lay, stage, nodes) for stage in set(parts)}
+    total = {stage: sum(lines.values()) for stage, lines in micro.items()}
+    slowest = max(total, key=total.get)
+    lines = {name: lay.m * t for name, t in micro[slowest].items()}
+    if lay.pp > 1:
+        # 05's bubble is for equal stages. The slowest one waits for the others' first micro-batch.
+        others = (sum(total[stage] for stage in parts) - total[slowest]) / (lay.pp - 1)
+        lines["pipeline fill"] = others * lay.m * bubble(lay.schedule, lay.pp, lay.m, lay.v)
+        hidden = lay.micro_batch * lay.seq // lay.cp // lay.tp * c.dim * E
+        hop = transfer(hw, 1, hidden, 2, lay.dp * lay.cp * lay.tp, nodes, "send")
+        lines["pipeline transfers"] = 2 * hop * (lay.pp - 1)
+    last = max(
+        (once(hw, st, lay, stage, nodes, total[stage] * 2 / 3) for stage in set(parts)),
+        key=lambda lines: sum(lines.values()),
+    )
+    most, rank = peak(hw, st, lay)
+    return Estimate(lay, lines | last | {"other": st.step}, most, rank, most <= room(hw, st))
