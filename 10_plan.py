@@ -60,6 +60,7 @@ class Hardware:
 
     peak: float  # dense bf16 FLOP/s
     fp8: float  # dense fp8 FLOP/s; 0: none
+    sustained: float  # share of the peak that large products reach, at the clock its power allows
     memory: float  # bytes, as the driver reports them
     hbm: float  # bytes/s to its own memory
     node: int  # GPUs that share the fast link
@@ -68,6 +69,7 @@ class Hardware:
     card: float  # bytes/s of one
     price: float  # dollars for a GPU-hour, a round number of 2025
     reached: float = 0.8  # share of a link's rate that a large collective reaches
+    hop: float = 12e-6  # seconds until the next node has a first byte; inside it HOP
     curve: tuple = ()  # measured rates: ((nodes, all_reduce, all_gather, reduce_scatter), …)
 
     @property
@@ -76,17 +78,18 @@ class Hardware:
         return self.cards * self.card / self.node
 
 
-# From the makers' data sheets.
+# From the makers' data sheets; `sustained` from public benchmarks of their matmul libraries, rounded.
 HARDWARE = {
-    "a100": Hardware(312e12, 0, 85.9e9, 2.04e12, 8, 300e9, 8, 25e9, 1.5),
-    "h100": Hardware(989.4e12, 1979e12, 85.5e9, 3.35e12, 8, 450e9, 8, 50e9, 2.5),
-    "h200": Hardware(989.4e12, 1979e12, 150.7e9, 4.8e12, 8, 450e9, 8, 50e9, 3.0),
-    "b200": Hardware(2250e12, 4500e12, 192e9, 8e12, 8, 900e9, 8, 50e9, 5.0),
-    "gb200": Hardware(2450e12, 4900e12, 199e9, 8e12, 72, 900e9, 72, 50e9, 6.0),
-    "mi300x": Hardware(1307e12, 2615e12, 206e9, 5.3e12, 8, 448e9, 8, 50e9, 2.5),
+    "a100": Hardware(312e12, 0, 0.87, 85.9e9, 2.04e12, 8, 300e9, 8, 25e9, 1.5),
+    "h100": Hardware(989.4e12, 1979e12, 0.70, 85.5e9, 3.35e12, 8, 450e9, 8, 50e9, 2.5),
+    "h200": Hardware(989.4e12, 1979e12, 0.70, 150.7e9, 4.8e12, 8, 450e9, 8, 50e9, 3.0),
+    "b200": Hardware(2250e12, 4500e12, 0.75, 192e9, 8e12, 8, 900e9, 8, 50e9, 5.0),
+    "gb200": Hardware(2450e12, 4900e12, 0.75, 199e9, 8e12, 72, 900e9, 72, 50e9, 6.0),
+    "mi300x": Hardware(1307e12, 2615e12, 0.50, 206e9, 5.3e12, 8, 448e9, 8, 50e9, 2.5),
 }
 # The playbook's cluster: H100s, 32 cards of 100 Gbit/s a node (AWS). What its collectives of 256 MB
-# reached, in 1e9 bytes/s, by the number of nodes that took part; the means of many runs.
+# reached, in 1e9 bytes/s, by the number of nodes that took part; the means of many runs. A hop: what
+# each of a block's 10 calls took longer with tp 16 than with tp 8, at the smallest micro-batch.
 MEASURED = [
     (1, 436.0, 249.8, 249.7), (2, 361.7, 184.6, 181.6), (4, 160.1, 119.0, 115.8),
     (8, 99.6, 69.0, 68.6), (16, 84.7, 55.0, 54.5), (32, 64.9, 28.0, 27.9), (64, 32.9, 11.0, 11.1),
@@ -95,10 +98,11 @@ HARDWARE["h100-efa"] = replace(
     HARDWARE["h100"],
     cards=32,
     card=12.5e9,
+    hop=3.4e-4,
     curve=tuple((n, *(1e9 * rate for rate in rates)) for n, *rates in MEASURED),
 )
 COLUMN = {"all_reduce": 1, "all_gather": 2, "reduce_scatter": 3}
-HOP_INSIDE, HOP_ACROSS = 3e-6, 12e-6  # seconds until a neighbour has the first byte
+HOP = 3e-6  # seconds until a neighbour in the node has a first byte
 
 
 def interpolate(table, x, column):
@@ -119,13 +123,14 @@ def link(hw, n, stride, nodes, collective):
     """
     together = max(1, min(n, hw.node // stride))  # of the group, in a node
     spans = -(-n // together)  # nodes
-    hops = (together - 1) * HOP_INSIDE + (spans - 1) * HOP_ACROSS
+    hops = (together - 1) * HOP + (spans - 1) * hw.hop
     rate = hw.inside * hw.reached
     if spans > 1:  # in and out of a node through the cards of its ranks of the group
         rate = min(rate, hw.across * together * hw.reached)
     if hw.curve and collective in COLUMN:
-        # The switches are shared by all that send at that moment, so the job's nodes count.
-        measured = interpolate(hw.curve, nodes if spans > 1 else 1, COLUMN[collective])
+        # Neighbours meet at the first switch. Farther ones share the rest with the whole job.
+        reach = spans if stride == 1 else nodes if spans > 1 else 1
+        measured = interpolate(hw.curve, reach, COLUMN[collective])
         rate = min(measured, hw.across * together) if spans > 1 else measured
     return hops, rate
 
@@ -144,7 +149,7 @@ class Stack:
     """What no data sheet says: how well the software uses the hardware."""
 
     # Fitted to published runs by tests/validate.py, which prints them for each half of the data.
-    matmul: float  # share of the peak that a large product reaches
+    matmul: float  # share of the sustained rate that a large product of a run reaches
     passes: float  # bytes that elementwise operations move, in units of what `touched` counts
     host: float  # seconds in which the host launches a layer, forward and backward
     tp_exposed: float  # share of tp's transfers behind which no product hides
@@ -153,7 +158,8 @@ class Stack:
     crossing: float = 0.0  # seconds a layer and tp rank, once a pipeline spans nodes
     unbucketed: float = 0.0  # seconds a dp rank, for ZeRO-0's gradients in a pipeline
     # Not fitted.
-    attention: float = 0.35  # share of the peak that a fused attention kernel reaches
+    fp8: bool = False  # products of the blocks in FP8
+    attention: float = 0.5  # the same for a fused attention kernel
     behind: float = 0.25  # share of the backward pass behind which gradients travel
     # Bytes beyond what 01 to 07 keep.
     wide: float = 0.0  # for each token and unit of width of a block: copies of its norms in fp32
@@ -166,9 +172,12 @@ class Stack:
 STACKS = {
     # Plain PyTorch launched operation by operation. Fitted to the playbook's runs (nanotron).
     "eager": Stack(
-        matmul=0.48, passes=0.68, host=4.45e-3, tp_exposed=0.48, step=0.06, spread=1.9e-3,
+        matmul=0.69, passes=0.68, host=4.45e-3, tp_exposed=0.48, step=0.06, spread=1.9e-3,
         crossing=2.05e-3, unbucketed=5e-3, wide=12, gathered=2, logit=6, gradient=2,
     ),
+    # Compiled or fused kernels, as in Megatron-LM or torchtitan. Fitted to published_perf.csv.
+    "fused": Stack(matmul=0.85, passes=0.5, host=1e-3, tp_exposed=0.48, step=0.02, behind=0.5,
+                   attention=0.75),
 }  # fmt: skip
 
 
@@ -321,9 +330,10 @@ def room(hw, st):
 # --- 5. What a micro-batch takes ------------------------------------------------------------------
 
 
-def product(hw, st, n, k, m, weights=1):
+def product(hw, st, n, k, m, weights=1, fp8=False):
     """Seconds of (n, k) x (k, m): arithmetic, then the traffic that makes thin matrices slow."""
-    return 2 * n * k * m / (hw.peak * st.matmul) + E * (n * k + weights * k * m + n * m) / hw.hbm
+    peak = hw.fp8 if fp8 else hw.peak
+    return 2 * n * k * m / (peak * hw.sustained * st.matmul) + E * (n * k + weights * k * m + n * m) / hw.hbm
 
 
 @lru_cache(None)
@@ -342,8 +352,8 @@ def block_seconds(c, hw, st, B, T, cp_, tp_, ep_):
     # Numbers read or written for a token: two norms and two sums, the rotation, SwiGLU.
     touched = 14 * c.dim / tp_ + 6 * (H + K) * c.head_dim + 1.5 * ffn
     return {
-        "products": sum(product(hw, st, *shape) for shape in shapes),
-        "attention": 4 * pairs * H * c.head_dim / (hw.peak * st.attention),
+        "products": sum(product(hw, st, *shape, fp8=st.fp8) for shape in shapes),
+        "attention": 4 * pairs * H * c.head_dim / (hw.peak * hw.sustained * st.attention),
         "elementwise": st.passes * E * n * touched / hw.hbm,
     }
 
@@ -384,11 +394,14 @@ def micro_batch(hw, st, lay, stage, nodes):
     lines["recomputed"] += (lay.recompute == "selective") * layers * block["elementwise"] / 2
     lines["head and loss"] = last * head_seconds(c, hw, st, n, lay.tp)
     send = partial(transfer, hw, nodes=nodes)
+    waits = 0.0  # until calls have reached all ranks: the host cannot launch what comes after them
     if lay.tp > 1:
+        lines["tp"] = 0.0
         for kind, count in (("none", layers - full), ("full", full), ("ends", last)):
             for collective, calls, size in tp_sent(c, lay.micro_batch, T, lay.tp, kind):
-                t = send(calls, size, lay.tp, 1, collective=collective)
-                lines["tp"] = lines.get("tp", 0) + st.tp_exposed * count * t
+                hops, rate = link(hw, lay.tp, 1, nodes, collective)
+                lines["tp"] += st.tp_exposed * count * size / rate
+                waits += count * calls * hops
     if lay.cp > 1:
         heads = c.heads // lay.tp, max(c.kv_heads // lay.tp, 1), c.head_dim
         sizes = cp.sent(lay.cp_kind, lay.micro_batch, lay.seq, *heads, lay.cp, BF16)
@@ -405,7 +418,7 @@ def micro_batch(hw, st, lay, stage, nodes):
     host = layers * st.host * (1 + full / max(layers, 1) / 3)
     if lay.tp > 1 and lay.pp > 1 and nodes > 1:
         host += layers * st.crossing * lay.tp
-    host *= 1 + st.spread * nodes
+    host = host * (1 + st.spread * nodes) + waits
     lines["waiting for the host"] = max(0.0, host - sum(lines.values()))
     return lines
 
@@ -432,7 +445,7 @@ def once(hw, st, lay, stage, nodes, backward):
     lines = {"optimizer": P / (n if lay.zero else 1) * (8 * WIDE + E) / hw.hbm}
     if n == 1 or lay.zero == 3:
         return lines
-    part, send = P * (n - 1) / n, partial(transfer, hw, stage[0], n=n, stride=lay.tp, nodes=nodes)
+    part, send = P * (n - 1) / n, partial(transfer, hw, 1, n=n, stride=lay.tp, nodes=nodes)
     if lay.zero == 0:
         t = send(2 * part * WIDE, collective="all_reduce")
     else:

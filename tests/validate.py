@@ -570,8 +570,172 @@ def planner(facts):
     return wrong
 
 
+# --- 10: the planner beside throughputs that others published ------------------------------------
+#
+# Each source counts FLOPs in its own way, so rows are compared by tokens a second and GPU; where only
+# FLOP/s are given they are converted by the source's own count. What a row does not state, the planner
+# chooses, as whoever published a good number did. Three constants are fitted to the rows of the other
+# sources. A row is left out only where its model or layout cannot be expressed, and is counted.
+
+GPT = {  # width, heads, layers; two matrices of 4·D in the FFN: as many FLOPs as three of 8/3·D
+    "125m": (768, 12, 12), "350m": (1024, 16, 24), "760m": (1536, 12, 24), "1b": (2048, 16, 24),
+    "3b": (2560, 20, 32), "7b": (4096, 32, 32), "13b": (5120, 40, 40), "30b": (7168, 56, 48),
+    "70b": (8192, 64, 80),
+}  # fmt: skip
+QWEN3 = plan.ep.Config(151936, 2048, 48, 32, 4, 768, head_dim=128, experts=128, top_k=8)
+GPUS = {  # beside those of 10, with fp4 where a row needs it
+    "b300": replace(plan.HARDWARE["b200"], memory=288e9),
+    "gb300": replace(plan.HARDWARE["gb200"], peak=2500e12, fp8=5000e12, memory=288e9),
+    "a100 40gb": replace(plan.HARDWARE["a100"], memory=42.5e9, hbm=1.56e12),
+    "h100 hbm2e": replace(plan.HARDWARE["h100"], memory=100e9, hbm=2.4e12, peak=800e12, fp8=1600e12),
+}
+FP4 = {"gb200": 10e15, "gb300": 15e15, "b200": 9e15, "b300": 13.5e15}
+PUBLISHED = ("matmul", "passes", "attention")
+
+
+def gpt(width, heads, layers, vocab):
+    return memory.Config(vocab, width, layers, heads, heads, 8 * width // 3, tied=True)
+
+
+def published_model(row):
+    """The shape of a row's model, or a word why there is none."""
+    name, notes = row["model"].lower(), row["notes"]
+    if "nemotron" in name:
+        return "state-space layers"
+    if row["source"].startswith("nanotron"):
+        return "in playbook_runs.csv"
+    if name.startswith("mpt"):
+        return gpt(*GPT[name.split()[1]], 50368)
+    for size in ("8b", "70b", "405b"):
+        if name.startswith("llama") and re.search(rf"\b_?{size}$", name.replace("_", " ")):
+            return memory.PRESETS[f"llama3-{size}"]
+    if name.startswith("qwen3_30b"):
+        return QWEN3
+    shape = {key: int(n) for key, n in re.findall(r"(heads|hidden|layers|vocab)=(\d+)", notes)}
+    if {"hidden", "layers", "vocab"} <= shape.keys():
+        return gpt(shape["hidden"], shape.get("heads", shape["hidden"] // 128), shape["layers"], shape["vocab"])
+    return "its layout is not stated"
+
+
+def published_gpu(row):
+    """(hardware, does it compute in FP8) of a row."""
+    name, precision = row["gpu_type"].lower().replace("_80gb", "").replace("_", " "), row["precision"]
+    name = "h100 hbm2e" if "hbm2e" in name else name
+    hw = GPUS.get(name) or plan.HARDWARE[name]
+    if precision == "NVFP4":
+        hw = replace(hw, fp8=FP4[name])
+    return HARDWARE_OF.setdefault((name, precision == "NVFP4"), hw), bool(re.search("fp8|FP8|FP4", precision))
+
+
+HARDWARE_OF = {}
+
+
+def published_layouts(row, c):
+    """Every layout that agrees with what a row states."""
+    n = {key: int(float(row[key] or 1)) for key in ("tp", "pp", "cp", "ep", "vpp")}
+    gpus, source, notes = int(row["gpus"]), row["source"], row["notes"]
+    seq = int(row["seq"] or 8192)  # torchtitan's default
+    name = f"{row['model']} {c.dim}"
+    plan.MODELS[name] = c
+    splits = [(n["tp"], n["pp"])]
+    if together := re.search(r"TP\*PP=(\d+)", notes):  # Megatron 2021 states the product only
+        k = int(together.group(1))
+        splits = [(t, k // t) for t in (1, 2, 4, 8) if k % t == 0 and c.heads % t == 0]
+    zero = 3 if "torchtitan" in source or "FULL_SHARD" in notes else 2 if "GRAD_OP" in notes else 1
+    recompute = row["recompute"] or ("full" if together else "none")
+    for t, p in splits:
+        ranks = gpus // (t * p * n["cp"])
+        batch = int(row["gbs"] or 0) or ranks * int(row["mbs"])
+        mine = batch // ranks
+        sizes = [int(row["mbs"])] if row["mbs"] else [k for k in (1, 2, 4, 8) if mine % k == 0]
+        if p > 1 and "torchtitan" in source:
+            sizes = [1]  # its local batch, before it is cut
+        for k in sizes:
+            if mine >= k and p <= c.layers + 1:
+                m = mine // k
+                piped = p > 1 and n["vpp"] > 1 and m % p == 0 and p * n["vpp"] <= c.layers + 1
+                yield plan.Layout(
+                    name, dp=ranks, tp=t, pp=p, cp=n["cp"], ep=n["ep"], zero=zero, seq=seq,
+                    recompute=recompute, micro_batch=k, batch=m * k * ranks,
+                    schedule="interleaved" if piped else "1f1b", chunks=n["vpp"],
+                )  # fmt: skip
+
+
+def published_speed(row, c, seq):
+    """Tokens a second and GPU; from FLOP/s by the source's own count (facts/frameworks.md 4.2)."""
+    if row["tokens_per_s_per_gpu"]:
+        return float(row["tokens_per_s_per_gpu"])
+    D, L = c.dim, c.layers
+    forward = 24 * L * D * D * (1 + seq / (6 * D) + c.vocab / (12 * L * D))  # Megatron-LM's papers
+    passes = 4 if "2021" in row["source"] else 3  # in 2021 with the recomputed forward
+    return float(row["tflops_per_gpu"]) * 1e12 / (passes * forward)
+
+
+def published_source(row):
+    short = re.match(r"[\w-]+", row["source"]).group()
+    return short + (" 2021" if "2021" in row["source"] else "")
+
+
+def published_seconds(stack, row):
+    hw, fp8, layouts = row
+    return min(plan.estimate(hw, stack[fp8], lay).seconds / (lay.batch * lay.seq / lay.world) for lay in layouts)
+
+
+def both_precisions(stack):
+    return {False: stack, True: replace(stack, fp8=True)}
+
+
+def published(facts):
+    left, usable = {}, []
+    for row in rows(facts, "published_perf.csv"):
+        c = published_model(row)
+        if "SFT" in row["notes"] or "LoRA" in row["notes"]:
+            c = "fine-tuning"
+        if not isinstance(c, str) and not (row["gpus"] and (row["tokens_per_s_per_gpu"] or row["tflops_per_gpu"])):
+            c = "GPUs or speed are not stated"
+        if not isinstance(c, str):
+            hw, fp8 = published_gpu(row)
+            layouts = list(published_layouts(row, c))
+            if layouts:
+                speed = published_speed(row, c, layouts[0].seq)
+                usable.append((published_source(row), row["model"], (hw, fp8, layouts), 1 / speed))
+                continue
+            c = "no micro-batch fits its batch"
+        left[c] = left.get(c, 0) + 1
+    start = plan.STACKS["fused"]
+    sources = list(dict.fromkeys(source for source, *_ in usable))
+
+    def fitted(some):
+        stated = [(row, s) for _, _, row, s in some if len(row[2]) == 1]
+
+        def loss(constants):
+            stack = both_precisions(replace(start, **constants))
+            return mean_log_error((published_seconds(stack, row), s) for row, s in stated)
+
+        return search_constants(loss, {name: getattr(start, name) for name in PUBLISHED})
+
+    table, all_errors = [], []
+    print("\n10: the planner beside published throughputs; constants fitted to the other sources")
+    for source in sources:
+        constants = fitted([x for x in usable if x[0] != source])
+        print(f"  {source}: " + ", ".join(f"{k} {x:.3g}" for k, x in constants.items()))
+        stack = both_precisions(replace(start, **constants))
+        mine = [x for x in usable if x[0] == source]
+        for model in [*dict.fromkeys(x[1] for x in mine), "all"]:
+            off = [s / published_seconds(stack, row) - 1 for _, name, row, s in mine if model in (name, "all")]
+            cells = f"{statistics.median(map(abs, off)):.0%}", f"{statistics.median(off):+.0%}"
+            table.append([source, model, len(off), *cells])
+            all_errors += map(abs, off if model == "all" else [])
+    dp.table(["source", "model", "rows", "error", "bias"], table)
+    print(f"  all: {len(all_errors)} rows, median error {statistics.median(all_errors):.0%}")
+    print("  fitted to all: " + ", ".join(f"{k} {x:.3g}" for k, x in fitted(usable).items()))
+    for why, count in left.items():
+        print(f"  left out: {count} rows, {why}")
+    return []
+
+
 CHAPTER_01 = [playbook_figures, measured_slope, training_hours, seven_billion]
-SECTIONS = [*CHAPTER_01, scaling, tp_over_nodes, planner]
+SECTIONS = [*CHAPTER_01, scaling, tp_over_nodes, planner, published]
 
 
 def main():
@@ -580,7 +744,9 @@ def main():
     facts = parser.parse_args().facts
     sections = SECTIONS
     if facts.is_file():
-        sections = [planner]
+        with open(facts, newline="") as file:
+            columns = next(csv.reader(file))
+        sections = [planner] if "grad_acc" in columns else [published]
     wrong = [problem for section in sections for problem in section(facts)]
     shown = "; ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
     print(f"\nvalidate FAIL: {shown}" if wrong else "\nvalidate OK")
