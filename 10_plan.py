@@ -176,8 +176,8 @@ STACKS = {
         crossing=2.05e-3, unbucketed=5e-3, wide=12, gathered=2, logit=6, gradient=2,
     ),
     # Compiled or fused kernels, as in Megatron-LM or torchtitan. Fitted to published_perf.csv.
-    "fused": Stack(matmul=0.85, passes=0.5, host=1e-3, tp_exposed=0.48, step=0.02, behind=0.5,
-                   attention=0.75),
+    "fused": Stack(matmul=0.79, passes=0.67, host=1e-3, tp_exposed=0.48, step=0.02, behind=0.5,
+                   attention=0.36),
 }  # fmt: skip
 
 
@@ -505,3 +505,57 @@ def estimate(hw, st, lay):
     )
     most, rank = peak(hw, st, lay)
     return Estimate(lay, lines | last | {"other": st.step}, most, rank, most <= room(hw, st))
+
+
+# --- 7. The search --------------------------------------------------------------------------------
+
+
+def divisors(n):
+    return [k for k in range(1, n + 1) if n % k == 0]
+
+
+def degrees(c, hw, gpus, batch, seq, fixed):
+    """(dp, cp, tp, pp, ep) that the model, the cluster and the batch allow."""
+
+    def allowed(axis, values):
+        return [n for n in values if fixed.get(axis, n) == n]
+
+    for t in allowed("tp", [n for n in divisors(min(gpus, 2 * hw.node)) if gpus % n == 0]):
+        if tp.misfits(c, t):
+            continue
+        for p in allowed("pp", divisors(gpus // t)):
+            if p > c.layers + 1:
+                break
+            for k in allowed("cp", [n for n in divisors(gpus // t // p) if seq % (2 * n * t) == 0]):
+                if k > 1 and (k & (k - 1) or seq // k < 4096 and "cp" not in fixed):
+                    continue  # shorter parts than that are slow, and never needed for memory
+                d = gpus // t // p // k
+                if batch % d or fixed.get("dp", d) != d:
+                    continue
+                experts = divisors(c.experts) if has_experts(c) else [1]
+                for e in allowed("ep", [n for n in experts if d * k * t % n == 0]):
+                    yield d, k, t, p, e
+
+
+def search(hw, st, model, gpus, batch, seq, fixed=None):
+    """(estimates of the layouts that fit, the fastest first; how many were looked at)
+
+    fixed: {name of a field of Layout: the only value to try}.
+    """
+    c, found, seen, fixed = MODELS[model], [], 0, fixed or {}
+    for d, k, t, p, e in degrees(c, hw, gpus, batch, seq, fixed):
+        mine = batch // d
+        for z in (0, 1, 2, 3) if d * k > 1 else (0,):
+            for size in [n for n in (1, 2, 4, 8, 16) if mine % n == 0]:
+                for schedule in ("1f1b", "interleaved") if p > 1 else ("1f1b",):
+                    if schedule == "interleaved" and (mine // size % p or 2 * p > c.layers + 1):
+                        continue
+                    for recompute in ("none", "selective", "full"):  # each slower than the last
+                        lay = Layout(model, d, k, t, p, e, z, recompute, seq, size, batch, schedule)
+                        if any(getattr(lay, name) != value for name, value in fixed.items()):
+                            continue
+                        seen += 1
+                        if peak(hw, st, lay)[0] <= room(hw, st):
+                            found.append(estimate(hw, st, lay))
+                            break
+    return sorted(found, key=lambda e: -e.speed), seen

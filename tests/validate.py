@@ -621,6 +621,8 @@ def published_gpu(row):
     """(hardware, does it compute in FP8) of a row."""
     name, precision = row["gpu_type"].lower().replace("_80gb", "").replace("_", " "), row["precision"]
     name = "h100 hbm2e" if "hbm2e" in name else name
+    if not precision and "25.09" in row["notes"]:
+        precision = "FP8"  # of that table: its notes tell apart two kinds of FP8
     hw = GPUS.get(name) or plan.HARDWARE[name]
     if precision == "NVFP4":
         hw = replace(hw, fp8=FP4[name])
@@ -642,6 +644,7 @@ def published_layouts(row, c):
         k = int(together.group(1))
         splits = [(t, k // t) for t in (1, 2, 4, 8) if k % t == 0 and c.heads % t == 0]
     zero = 3 if "torchtitan" in source or "FULL_SHARD" in notes else 2 if "GRAD_OP" in notes else 1
+    zero = 3 if re.search(r"\bFSDP=", notes) else zero
     recompute = row["recompute"] or ("full" if together else "none")
     for t, p in splits:
         ranks = gpus // (t * p * n["cp"])
