@@ -27,6 +27,7 @@ Letters as in 01 and 02. A unit is what stage 3 gathers at once: embedding, a bl
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -271,6 +272,8 @@ class Optimizer:
     make     make(matrices, vectors) gives a fused torch optimizer for these lists of tensors. What
              decays is decided by whole parameters here: a piece of a matrix is a flat tensor too
     on_finished(p, hook) calls hook(p) when p's gradient is complete
+    counts   how many of the units each pipeline stage of this rank has, if it has several (05):
+             each of them is a forward and a backward pass by itself
     """
 
     def __init__(
@@ -282,6 +285,7 @@ class Optimizer:
         make,
         on_finished=torch.Tensor.register_post_accumulate_grad_hook,
         wire=None,
+        counts=None,
     ):
         names, home = {p: name for name, p in model.named_parameters()}, {}
         self.units = []  # lists of flats; a tied table is in the list of each unit that uses it
@@ -300,8 +304,18 @@ class Optimizer:
             raise ValueError(f"in no unit: {', '.join(sorted(names[p] for p in left))}")
 
         self.flats = list(dict.fromkeys(home.values()))
-        # The order of reductions, the same on every rank whatever the order of arrival.
+        # The order of reductions, the same on every rank whatever the order of arrival. A lane is
+        # the flats of one pipeline stage; a rank's stages take turns as the schedule says.
         self.order = [flat for flat in reversed(self.flats) if flat.trainable]
+        ends = list(itertools.accumulate(counts or [len(units)]))
+        self.stages = [slice(a, b) for a, b in zip([0, *ends], ends)]  # of self.units
+        self.lanes, self.lane_of = [[] for _ in self.stages], {}
+        for lane, stage_units in enumerate(self.stages):
+            for flat in itertools.chain(*self.units[stage_units]):
+                self.lane_of.setdefault(flat, lane)
+        for flat in self.order:
+            if flat.stage:
+                self.lanes[self.lane_of[flat]].append(flat)
         self.weights = {}
         for flat in self.order:
             for name, p in flat.parameters.items():
@@ -318,23 +332,26 @@ class Optimizer:
         device = self.flats[0].shard.device
         self._step(0.0, torch.ones((), device=device))  # a skipped step: torch makes its state
         if stage == 3:
-            self.window = Window(units, self.units)
+            self.windows = [Window(units[part], self.units[part]) for part in self.stages]
         self.in_flight = []
         self.begin()
 
     def begin(self, passes=1):
-        """Before the first backward of a step: how many there will be."""
-        self.passes, self.turn = passes, 0
+        """Before the first backward of a step: how many there will be, if that is known."""
+        self.passes, self.turns = passes, [0] * len(self.lanes)
 
     def gradient_finished(self, flat, name, p):
         """A gradient is complete. Stage 1 reduces in the last pass, 2 and 3 in every one."""
         if flat in self.in_flight:  # its buffer is still travelling
             self.finish_reduces()
-        if flat.collect(name, p):
-            flat.ready = flat.stage > 1 or flat.passes == self.passes
-        while self.order[self.turn].ready:
-            self.start_reduce(self.order[self.turn])
-            self.turn = (self.turn + 1) % len(self.order)
+        if not (flat.collect(name, p) and flat.stage):
+            return
+        flat.ready = flat.stage > 1 or flat.passes == self.passes
+        lane = self.lane_of[flat]
+        order = self.lanes[lane]
+        while order[self.turns[lane]].ready:
+            self.start_reduce(order[self.turns[lane]])
+            self.turns[lane] = (self.turns[lane] + 1) % len(order)
 
     def start_reduce(self, flat):
         """It travels while the next unit computes. From stage 2 on, one at a time: two units'
@@ -564,14 +581,47 @@ def held(stage, flats, units, n, weight=4, gradient=4, master=0, moments=8):
     }
 
 
-def sent(stage, flats, units, n, weight=4, gradient=4, m=1):
-    """{collective: (calls, bytes)} a rank sends over `shard` in a step of m micro-batches."""
+def gathers(passes, stages):
+    """The flats that stage 3 gathers in a step, in order, each as often as it does.
+
+    passes  [(pipeline stage, is it forward?), …] in the order in which this rank runs them
+    stages  {pipeline stage: its units}; without a pipeline there is one
+    """
+    whole, gathered = set(), []
+
+    def gather(unit):
+        gathered.extend(key for key in unit if key not in whole)
+        whole.update(unit)
+
+    for stage, forward in passes:
+        units = stages[stage] if forward else stages[stage][::-1]
+        for i, unit in enumerate(units):
+            if i and not forward:
+                whole.difference_update(units[i - 1])
+            for near in units[i : i + 2]:  # this one and the next
+                gather(near)
+            if forward and i + 1 < len(units):  # the last is needed again at once
+                whole.difference_update(unit)
+        if not forward:
+            whole.difference_update(*units)
+    return gathered
+
+
+def sent(stage, flats, units, n, weight=4, gradient=4, m=1, passes=None):
+    """{collective: (calls, bytes)} a rank sends over `shard` in a step of m micro-batches.
+
+    With a pipeline: units is {stage: units}, passes as in `gathers`, and m {flat: how often its
+    gradient is complete}. (05: with deferred weight gradients that may be less often.)
+    """
     if stage == 0 or n == 1:
         return {}
-    once = list(flats.values())
-    gathered, reduced = once, once * (1 if stage == 1 else m)
-    if stage == 3:  # in backward every unit again, but for the last, which is still there
-        gathered = [flats[k] for unit in units + units[:-1] for k in unit] * m
+    if passes is None:
+        passes, units, m = [(0, True), (0, False)] * m, {0: units}, dict.fromkeys(flats, m)
+    gathered, reduced = list(flats.values()), list(flats.values())
+    if stage > 1:
+        reduced = [size for k, size in flats.items() for _ in range(m[k])]
+    if stage == 3:
+        gathered = [flats[k] for k in gathers(passes, units) if k in flats]
     return {
         "all_gather": (len(gathered), Fraction((n - 1) * sum(gathered) * weight, n)),
         "reduce_scatter": (len(reduced), Fraction((n - 1) * sum(reduced) * gradient, n)),
@@ -800,9 +850,11 @@ def read_piece(piece, source, dtype, file):
     return found
 
 
-def restore(folder, optimizer, group, log=print, boxes=None):
-    """Load a checkpoint into the optimizer's model, all ranks together; returns its index."""
-    fresh = together(lambda: load(folder, optimizer.state(boxes)), group)
+def restore(folder, optimizer, group, log=print, boxes=None, more=()):
+    """Load a checkpoint into the optimizer's model, and into the pieces `more` beside it, all ranks
+    together; returns its index."""
+    pieces = itertools.chain(optimizer.state(boxes), more)
+    fresh = together(lambda: load(folder, pieces), group)
     if names := sorted(set().union(*fresh)):
         log(f"fresh optimizer state for {len(names)} parameters that had none: {names[0]} …")
     optimizer.spread(frozen=True)

@@ -151,6 +151,7 @@ CUTS = [  # parameter, dimension that is cut; None: every rank has all of it
     (r"layers\.\d+\.self_attn\.o_proj\.weight", 1),
     (r"layers\.\d+\.mlp\.down_proj\.weight", 1),
     (r"(norm|layers\.\d+\.(input|post_attention)_layernorm)\.weight", None),
+    (r"layers\.\d+\.mlp\.(router|experts|shared_expert)\..*", None),  # 06 cuts these
 ]
 KV = r"layers\.\d+\.self_attn\.(k|v)_proj\.weight"
 
@@ -193,18 +194,23 @@ def own_part(name, w, rank, tp, kv_heads):
     return piece
 
 
+def cut_ffn(c):
+    """The width of the FFN that is cut: none if it is a mixture of experts (06)."""
+    return 0 if hasattr(c, "experts") else c.ffn
+
+
 def misfits(c, tp):
     """Every rule about the model that the degree breaks, with the nearest degrees that fit."""
 
     def fits(n):
-        return not (c.heads % n or c.ffn % n or (c.kv_heads % n and n % c.kv_heads))
+        return not (c.heads % n or cut_ffn(c) % n or (c.kv_heads % n and n % c.kv_heads))
 
     lower = max(n for n in range(1, tp + 1) if n == 1 or fits(n))
     upper = [n for n in range(tp, c.heads + 1) if fits(n)][:1]
     hint = f"the nearest that fit are {' and '.join(map(str, [lower, *upper]))}"
     wrong = [
         f"tp {tp} does not divide {what} {n}: {hint}"
-        for what, n in (("heads", c.heads), ("ffn", c.ffn))
+        for what, n in (("heads", c.heads), ("ffn", cut_ffn(c)))
         if n % tp
     ]
     if c.kv_heads % tp and tp % c.kv_heads:
@@ -228,8 +234,10 @@ def cut(model, group, sequence=True):
     for block in model.layers.values():
         attn, mlp = block.self_attn, block.mlp
         set_enter(attn, [attn.q_proj, attn.k_proj, attn.v_proj], **seams)
-        set_enter(mlp, [mlp.gate_proj, mlp.up_proj], **seams)
-        attn.leave = mlp.leave = partial(leave, **seams)
+        attn.leave = partial(leave, **seams)
+        if cut_ffn(c):  # experts (06) take the sequence's shards as they are
+            set_enter(mlp, [mlp.gate_proj, mlp.up_proj], **seams)
+            mlp.leave = partial(leave, **seams)
     size = -(-c.vocab // tp)
     if model.embed_tokens is not None:
         model.embed_tokens.lookup = partial(lookup_own, first=rank * size)
@@ -550,22 +558,27 @@ def held(c, B, T, dtype, tp, sequence=True, kinds=None):
     }
 
 
-def sent(c, B, T, dtype, tp, sequence=True, kinds=None):
+def sent(c, B, T, dtype, tp, sequence=True, kinds=None, first=True, last=True):
     """What a rank sends over tp for a micro-batch: {collective: (calls, bytes)}.
 
-    A layer that is fully recomputed enters twice and leaves once again: its last sum isn't needed.
+    kinds is what each of its layers recomputes. A layer that is fully recomputed enters twice and
+    leaves once again: its last sum isn't needed. In a pipeline (05) the first stage alone has the
+    embedding, which leaves, and the last the head, which enters, and the loss.
     """
     e, w, n = dtype.itemsize, at_least_fp32(dtype).itemsize, B * T
-    again, pairs = (kinds or []).count("full"), 2 * c.layers + 1
+    kinds = ["none"] * c.layers if kinds is None else kinds
+    again, pairs = kinds.count("full"), len(kinds) * (2 if cut_ffn(c) else 1)
     x, loss = (Fraction((tp - 1) * size, tp) for size in (n * c.dim * e, 3 * n * w))
     if not sequence:
-        calls = 2 * pairs + again
-        return {"all_reduce": (calls + 2, 2 * (calls * x + loss))}
-    gathers, scatters = 3 * pairs + 2 * again, 2 * pairs + again
+        calls = 2 * pairs + again + first + last
+        return {"all_reduce": (calls + 2 * last, 2 * (calls * x + last * loss))}
+    entered = again * (2 if cut_ffn(c) else 1)
+    gathers = 3 * pairs + entered + first + 2 * last  # forward, backward, for the weight gradient
+    scatters = 2 * pairs + again + first + last
     return {
         "all_gather": (gathers, gathers * x),
         "reduce_scatter": (scatters, scatters * x),
-        "all_reduce": (2, 2 * loss),
+        "all_reduce": (2 * last, 2 * last * loss),
     }
 
 

@@ -479,6 +479,23 @@ def cut_stages(model, counts, mine):
     return stages
 
 
+def keep_stages(model, counts, mine):
+    """Let go of the layers that belong to none of the stages `mine`.
+
+    The head of a tied model brings its table, which keeps its one name, embed_tokens.weight.
+    """
+    last, names = len(counts) - 1, set()
+    for s in mine:
+        start = sum(counts[:s])
+        names.update(str(i) for i in range(start, start + counts[s]))
+    for name in model.layers.keys() - names:
+        del model.layers[name]
+    if 0 not in mine and not (model.config.tied and last in mine):
+        model.embed_tokens = None
+    if last not in mine:
+        model.norm = model.lm_head = None
+
+
 def parameters(stages):
     """{name: parameter} of a rank's stages, one with two names once, under its first."""
     named = {}
@@ -670,6 +687,16 @@ def held(lowered, rank, kept, deferred):
     sent, and what has arrived early.
     """
     return peaks(lowered[rank], kept.get, deferred.get)[1]
+
+
+def completions(actions, stage):
+    """How often in a rank's list the gradients of a stage are complete: when no W of it waits."""
+    waiting = times = 0
+    for kind, s, _ in actions:
+        if s == stage:
+            waiting += {"I": 1, "W": -1}.get(kind, 0)
+            times += kind in "BW" and not waiting
+    return times
 
 
 def ranks_of_stages(name, p, v):

@@ -444,11 +444,12 @@ def begin_step(model, N, valid=None):
 
 
 @torch.no_grad()
-def end_step(model, group=None):
+def end_step(model, group=None, skip=0):
     """Move each expert's bias towards an even load, once a step, after all backward passes.
 
     `group` is the ranks that together see every token once. Returns the load (layers, E) of the
-    step and this rank's share of the auxiliary losses, and starts new sums.
+    step and this rank's share of the auxiliary losses, and starts new sums. The bias stays where
+    it is if `skip`, a number or a tensor, is 1.
     """
     layers = moe_layers(model)
     if not layers:  # a stage without experts: so are all ranks of its group
@@ -459,7 +460,7 @@ def end_step(model, group=None):
     loss = sum(moe.loss for moe in layers)
     for moe, own in zip(layers, load.double()):
         # In place, or a checkpoint would go on saving the old tensor.
-        moe.router.bias += moe.config.bias_rate * (own.mean() - own).sign()
+        moe.router.bias += (own.mean() - own).sign() * moe.config.bias_rate * (1 - skip)
         moe.load.zero_()
         moe.loss = 0.0
     return load, loss

@@ -5,13 +5,14 @@ Idea      Each chapter changes one thing about the model of 01 or about how its 
           Put together in the right order they make a training loop that computes exactly what one
           device would compute, and --check proves it: loss, every gradient, every weight.
 Picture   the order of composition, which is the lesson (see compose below):
-          mesh ─ model of this stage ─ attention (07) ─ tensor cuts (04)
-          ─ optimizer on shards (03) ─ training steps
+          mesh ─ model of this stage (05) ─ experts (06) ─ attention (07) ─ tensor cuts (04)
+          ─ schedule (05) ─ optimizer on shards (03) ─ training steps
 Cost      the sum of the chapters' costs, and three control numbers a step (valid tokens, loss,
           gradient norm); the table at the end shows measured bytes beside the formulas.
 Forget    the sum of the gradients over dp. Every rank then trains its own model on its own data:
           losses still fall, and the gradients are wrong (relative error 1.89 at two ranks).
 Run       python 09_combined_5d.py --dp 2 --steps 5 --check --dtype float64
+          python 09_combined_5d.py --model tiny-moe --dp 2 --pp 2 --cp 2 --tp 2 --ep 4 --check
           torchrun --nproc-per-node 2 09_combined_5d.py --dp 2 --steps 200
 Read      Megatron-LM (2104.04473), Llama 3 (2407.21783) section 3.3
 """
@@ -25,10 +26,12 @@ import re
 import sys
 import time
 import zlib
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch._dynamo  # torch.optim would import it (1.6 s): here once, not in every forked rank
@@ -38,11 +41,15 @@ memory = import_module("01_memory")  # the model
 dp = import_module("02_dp")  # ranks, samples, data parallelism
 zero = import_module("03_zero")  # the optimizer on shards, checkpoints
 tp = import_module("04_tp_sp")  # tensor and sequence parallelism
+pp = import_module("05_pp_1f1b")  # pipeline schedules
+ep = import_module("06_ep")  # mixture of experts
 cp = import_module("07_cp_ring")  # context parallelism
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 MAX_NORM = 1.0
 WEIGHT_DECAY = 0.1
+REMEDIES = dict(balance=0.01, z=0.001, bias_rate=0.001)  # against an uneven load of experts
+MODELS = memory.PRESETS | {name: replace(c, **REMEDIES) for name, c in ep.PRESETS.items()}
 
 
 # --- 1. Arguments, and every rule they break -------------------------------------------------
@@ -50,17 +57,22 @@ WEIGHT_DECAY = 0.1
 
 def parse(argv=None):
     p = argparse.ArgumentParser(description="train a Llama on any layout; see the docstring")
-    p.add_argument("--model", default="tiny", help=", ".join(memory.PRESETS))
+    p.add_argument("--model", default="tiny", help=", ".join(MODELS))
     p.add_argument("--dp", type=int, default=1, help="data-parallel degree")
     p.add_argument("--cp", type=int, default=1, help="context-parallel degree")
     p.add_argument("--tp", type=int, default=1, help="tensor-parallel degree, with its sequence")
+    p.add_argument("--pp", type=int, default=1, help="pipeline-parallel degree")
+    p.add_argument("--ep", type=int, default=1, help="expert-parallel degree, of dp x cp x tp")
+    p.add_argument("--schedule", default="1f1b", help=", ".join(pp.schedules()))
+    p.add_argument("--chunks", type=int, default=2, help="chunks a rank, when interleaved")
     p.add_argument("--cp-kind", default="ring", help=", ".join(cp.KINDS))
     p.add_argument("--zero", type=int, default=0, help="ZeRO stage, 0 to 3")
     p.add_argument("--hybrid", type=int, default=0, metavar="N",
                    help="ZeRO inside each N neighbours of dp x cp, sums across")  # fmt: skip
     p.add_argument("--recompute", default="none", help="none, selective, full, full:K (K layers)")
     p.add_argument("--batch", type=int, default=12, help="global batch, in sequences")
-    p.add_argument("--micro-batch", type=int, help="sequences at a time (default: batch / dp)")
+    p.add_argument("--micro-batch", type=int, help="sequences at a time (default: so that"
+                   " there are twice as many micro-batches as stages)")  # fmt: skip
     p.add_argument("--seq", type=int, default=128, help="tokens of a sequence")
     p.add_argument("--steps", type=int, default=20)
     p.add_argument("--lr", type=float, default=3e-3, help="highest learning rate")
@@ -80,13 +92,26 @@ def parse(argv=None):
     p.add_argument("--rank", type=int, default=0, help="which rank to dry-run")
     args = p.parse_args(argv)
     if args.micro_batch is None:
-        args.micro_batch = max(1, args.batch // max(1, args.dp))
+        args.micro_batch = default_micro_batch(args)
     return args
+
+
+def default_micro_batch(args):
+    """All at once without a pipeline; with one as large as 2·pp micro-batches allow, or fewer."""
+    mine, pieces = args.batch // max(1, args.dp), 1
+    if args.pp > 1:
+        fitting = [n for n in range(1, mine + 1) if mine % n == 0 and n % args.pp == 0]
+        pieces = next((n for n in fitting if n >= 2 * args.pp), (fitting or [mine])[-1])
+    return max(1, mine // max(1, pieces))
 
 
 def layout(args):
     """Degrees by axis, outermost first: neighbouring ranks differ in the last one."""
-    return {"dp": args.dp, "cp": args.cp, "tp": args.tp}
+    return {"pp": args.pp, "dp": args.dp, "cp": args.cp, "tp": args.tp}
+
+
+def has_experts(args):
+    return isinstance(MODELS[args.model], ep.Config)
 
 
 def violations(args, world):
@@ -99,7 +124,8 @@ def violations(args, world):
             hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(choices)}"
             wrong.append(f"{flag} {value}: {hint}")
 
-    known("--model", args.model, list(memory.PRESETS))
+    known("--model", args.model, list(MODELS))
+    known("--schedule", args.schedule, list(pp.schedules()))
     known("--optimizer", args.optimizer, ["adamw", "sgd"])
     known("--dtype", args.dtype, list(DTYPES))
     known("--cp-kind", args.cp_kind, list(cp.KINDS))
@@ -111,7 +137,7 @@ def violations(args, world):
         divisors = [str(n) for n in range(1, args.dp * args.cp + 1) if args.dp * args.cp % n == 0]
         wrong.append(f"--hybrid {args.hybrid}: with --zero 1 to 3, a divisor of dp x cp ="
                      f" {args.dp * args.cp}: {', '.join(divisors)}")  # fmt: skip
-    counts = ["dp", "cp", "tp", "batch", "micro_batch", "seq", "steps"]
+    counts = ["dp", "cp", "tp", "pp", "ep", "chunks", "batch", "micro_batch", "seq", "steps"]
     for name in counts:
         if getattr(args, name) < 1:
             wrong.append(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
@@ -141,9 +167,11 @@ def violations(args, world):
         wrong.append(f"--rank {args.rank}: from 0 to {world - 1}")
     if all(getattr(args, name) > 0 for name in counts):
         wrong += _batch_violations(args) + _sequence_violations(args)
-        if args.model in memory.PRESETS:
-            c = memory.PRESETS[args.model]
-            wrong += [f"{args.model}: {rule}" for rule in tp.misfits(c, args.tp)]
+        if args.model in MODELS:
+            wrong += [f"{args.model}: {rule}" for rule in tp.misfits(MODELS[args.model], args.tp)]
+            wrong += _expert_violations(args)
+            if args.schedule in pp.schedules():
+                wrong += _pipeline_violations(args)
     if not args.dry_run and args.seq > 0:
         wrong += _data_violations(args)
     return wrong
@@ -161,6 +189,41 @@ def _batch_violations(args):
     ]
 
 
+def _pipeline_violations(args):
+    wrong, layers = [], MODELS[args.model].layers
+    stages, v = args.pp * chunks(args), chunks(args)
+    if layers < stages - 1:
+        near = [n for n in range(1, args.pp + 1) if n * v - 1 <= layers]
+        wrong.append(f"--pp {args.pp} with {v} chunks a rank is {stages} stages: the {layers}"
+                     f" layers of {args.model} are enough for --pp {near[-1] if near else 1}"
+                     f"{'' if near or v == 1 else ' with one chunk'}")  # fmt: skip
+    m = micro_batches(args)
+    if args.schedule == "interleaved" and m and m % args.pp:
+        near = " or ".join(str(n) for n in (m // args.pp * args.pp, -(-m // args.pp) * args.pp) if n)
+        wrong.append(f"--schedule interleaved: {m} micro-batches are no multiple of --pp {args.pp}:"
+                     f" the nearest are {near}")  # fmt: skip
+    if args.schedule.startswith("zb") and args.zero == 3 and args.recompute == "selective":
+        wrong.append(f"--schedule {args.schedule} --recompute selective: a deferred weight gradient"
+                     " needs the norm, which --zero 3 has let go: --zero 2, or --recompute none")  # fmt: skip
+    return wrong
+
+
+def _expert_violations(args):
+    wrong, ranks = [], args.dp * args.cp * args.tp
+    if not has_experts(args):
+        return [f"--ep {args.ep}: {args.model} has no experts"] * (args.ep > 1)
+    E = MODELS[args.model].experts
+    if ranks % args.ep or E % args.ep:
+        fits = [n for n in range(1, E + 1) if E % n == 0 and ranks % n == 0]
+        near = sorted(sorted(fits, key=lambda n: abs(n - args.ep))[:2])
+        wrong.append(f"--ep {args.ep} does not divide both {E} experts and dp x cp x tp = {ranks}:"
+                     f" the nearest are {' or '.join(map(str, near))}")  # fmt: skip
+    elif args.hybrid and ranks // args.ep % args.hybrid:
+        wrong.append(f"--hybrid {args.hybrid} does not divide the {ranks // args.ep} ranks that"
+                     " hold the same experts")  # fmt: skip
+    return wrong
+
+
 def _sequence_violations(args):
     """What context and sequence parallelism ask of the sequence, and Ulysses of the heads."""
     wrong, n = [], args.cp
@@ -171,8 +234,8 @@ def _sequence_violations(args):
         near = " or ".join(str(T) for T in (below, below + unit) if T)
         product = " x ".join(map(str, factors)) + (f" = {unit}" if len(factors) > 1 else "")
         wrong.append(f"--seq {args.seq} is not a multiple of {product}: the nearest are {near}")
-    if args.cp_kind == "ulysses" and args.model in memory.PRESETS:
-        heads = max(memory.PRESETS[args.model].heads // args.tp, 1)
+    if args.cp_kind == "ulysses" and args.model in MODELS:
+        heads = max(MODELS[args.model].heads // args.tp, 1)
         near = [d for d in range(1, heads + 1) if heads % d == 0]
         if heads % n:
             near = sorted(sorted(near, key=lambda d: abs(d - n))[:2])
@@ -190,8 +253,8 @@ def _data_violations(args):
     if len(tokens) < args.seq + 1:
         return [f"{name}: {len(tokens)} tokens are too few for --seq {args.seq} and a next token"]
     low, high = dp.token_range(tokens)
-    if args.model in memory.PRESETS and high >= memory.PRESETS[args.model].vocab:
-        vocab = memory.PRESETS[args.model].vocab
+    if args.model in MODELS and high >= MODELS[args.model].vocab:
+        vocab = MODELS[args.model].vocab
         return [f"{name}: token id {high} is beyond the vocabulary of {vocab} ({args.model})"]
     return [f"{name}: token id {low} is negative"] if low < 0 else []
 
@@ -213,6 +276,17 @@ def mesh(sizes, *joint):
     return groups
 
 
+def expert_groups(stages, n):
+    """The ranks of each pipeline stage (its dp·cp·tp) once more, as ep · edp with ep innermost.
+
+    Experts are not cut by tp: with its sequence parallelism every tp rank has tokens of its own.
+    """
+    return {
+        "ep": [ranks[i : i + n] for ranks in stages for i in range(0, len(ranks), n)],
+        "edp": [ranks[i::n] for ranks in stages for i in range(n)],
+    }
+
+
 def zero_groups(args, groups):
     """Hybrid ZeRO's groups: it cuts what the sync table calls `shard` into nodes of N neighbours.
 
@@ -220,7 +294,7 @@ def zero_groups(args, groups):
     """
     n, extra = args.hybrid, {}
     if n:
-        for axis in dict.fromkeys(shard for _, shard, _ in SYNC):
+        for axis in dict.fromkeys(shard for _, shard, _ in SYNC if shard in groups):
             extra[f"{axis} inside"] = [
                 g[i : i + n] for g in groups[axis] for i in range(0, len(g), n)
             ]
@@ -230,7 +304,7 @@ def zero_groups(args, groups):
 
 def sharing_ranks(args):
     """On how many neighbours of a tp group each kv head lies: more than 1 if tp > kv heads."""
-    return max(args.tp // memory.PRESETS[args.model].kv_heads, 1)
+    return max(args.tp // MODELS[args.model].kv_heads, 1)
 
 
 def make_groups(args, sizes):
@@ -241,11 +315,15 @@ def make_groups(args, sizes):
     groups of their own, or the wire meter could not tell their bytes apart.
     """
     wait = timedelta(seconds=args.timeout)  # a subgroup waits 30 minutes by default
-    axes, mine = mesh(sizes, *dict.fromkeys(shard for _, shard, _ in SYNC)), {}
-    axes = {**axes, **zero_groups(args, axes), "tokens": axes["dp·cp"]}
+    axes, mine = mesh(sizes, "dp·cp", *["cp·tp", "dp·cp·tp"] * has_experts(args)), {}
+    if has_experts(args):
+        axes |= expert_groups(axes["dp·cp·tp"], args.ep)
+    axes |= zero_groups(args, axes) | {"tokens": axes["dp·cp"]}
     axes["control"], n = [list(range(dist.get_world_size()))], sharing_ranks(args)
     if n > 1:
         axes["sharing"] = [g[i : i + n] for g in axes["tp"] for i in range(0, len(g), n)]
+    if table_copies(args) > 1:
+        axes["ends"] = [[ranks[0], ranks[-1]] for ranks in axes["pp"]]
     for axis, groups in axes.items():
         for ranks in groups:
             group = dist.new_group(ranks, timeout=wait, group_desc=axis)
@@ -260,11 +338,14 @@ def make_groups(args, sizes):
 # shard beyond that. The gradient is summed over both. There are no other special cases.
 
 SYNC = [  # parameters, shard, same
-    (r"(embed_tokens|lm_head)\.weight", "dp·cp", ()),
+    # "ends" is the first and the last stage, where a tied table lies on both.
+    (r"(embed_tokens|lm_head)\.weight", "dp·cp", ("ends",)),
     (r"layers\.\d+\.(self_attn\.[qo]_proj|mlp\.(gate|up|down)_proj)\.weight", "dp·cp", ()),
     # "sharing" is the ranks that hold the same kv head, where there are fewer heads than tp ranks.
     (r"layers\.\d+\.self_attn\.[kv]_proj\.weight", "dp·cp", ("sharing",)),
     (r"(norm|layers\.\d+\.(input|post_attention)_layernorm)\.weight", "dp·cp", ("tp",)),
+    (r"layers\.\d+\.mlp\.(router|shared_expert\.(gate|up|down)_proj)\.weight", "dp·cp", ("tp",)),
+    (r"layers\.\d+\.mlp\.experts\.(gate|up|down)_proj", "edp", ()),
 ]
 
 
@@ -284,7 +365,8 @@ def sync_rows(names, table=SYNC):
 
 def placement(args, names):
     """{name: (group that ZeRO cuts a parameter over, or None, groups that hold the same)}"""
-    result, sizes = {}, layout(args) | {"sharing": sharing_ranks(args)}
+    sizes = layout(args) | {"sharing": sharing_ranks(args), "ends": table_copies(args)}
+    result = {}
     for row, (_, axis, same) in zip(sync_rows(names), SYNC):
         same = tuple(name for name in same if sizes[name] > 1)
         cut, rest = axis, ()
@@ -301,20 +383,81 @@ def placement(args, names):
 
 def compose(args, groups, device):
     """Everything a rank holds, in the order in which the chapters build on each other."""
-    model = memory.build(memory.PRESETS[args.model], args.seed, DTYPES[args.dtype], device)  # 01
-    memory.recompute(model, args.recompute)  # 01
+    c, stages = MODELS[args.model], my_stages(args, dist.get_rank(groups["pp"]))
+    build = ep.build_moe if has_experts(args) else memory.build
+    model = build(c, args.seed, DTYPES[args.dtype], device)  # 01, 06
+    pp.keep_stages(model, layers_by_stage(args), stages)  # 05
+    ep.recompute_moe(model, args.recompute)  # 01
+    for moe in ep.moe_layers(model):
+        ep.cut_experts(moe, groups["ep"])  # 06
+        moe.sequence_group = groups["cp·tp"] if args.cp * args.tp > 1 else None
     if args.cp > 1:
         cp.use(model, groups["cp"], args.cp_kind)  # 07
     if args.tp > 1:
         tp.cut(model, groups["tp"])  # 04
-    units = zero.llama_units(model)
+    pipeline = make_pipeline(args, groups, model, stages)  # 05
+    units = [zero.llama_units(stage) for stage in pipeline.stages.values()]
     cuts = {
         name: (cut and groups[cut], tuple(groups[axis] for axis in same))
         for name, (cut, same) in placement(args, dict(model.named_parameters())).items()
     }
     inner = partial(torch_optimizer, args)
-    optimizer = zero.Optimizer(model, units, cuts, args.zero, inner, memory.on_finished)  # 03
-    return model, optimizer
+    optimizer = zero.Optimizer(
+        model, sum(units, []), cuts, args.zero, inner, memory.on_finished, counts=[*map(len, units)]
+    )  # 03
+    return model, pipeline, optimizer
+
+
+def schedule(args):
+    """Its name; without a pipeline there is nothing to choose."""
+    return args.schedule if args.pp > 1 else "1f1b"
+
+
+def chunks(args):
+    """Stages on each rank of the pipeline."""
+    return pp.schedules(args.chunks)[schedule(args)].v
+
+
+def micro_batches(args):
+    return args.batch // args.dp // args.micro_batch
+
+
+def actions(args):
+    """For each rank of the pipeline what it does, in order (05)."""
+    return pp.schedules(args.chunks)[schedule(args)].make(args.pp, micro_batches(args))
+
+
+def my_stages(args, rank):
+    """The stages on this rank of the pipeline, in the order in which a token meets them."""
+    owners = pp.ranks_of_stages(schedule(args), args.pp, chunks(args))
+    return [stage for stage, owner in enumerate(owners) if owner == rank]
+
+
+def layers_by_stage(args):
+    """How many layers each stage has, so that all take the same time: the head is several."""
+    c = MODELS[args.model]
+    met = replace(c, ffn=c.ffn * (c.top_k + c.shared)) if has_experts(args) else c
+    head = pp.head_flops(c) / pp.block_flops(met, args.seq)
+    return pp.split(c.layers, args.pp * chunks(args), head)
+
+
+def table_copies(args):
+    """On how many ranks of the pipeline a tied embedding lies."""
+    owners = pp.ranks_of_stages(schedule(args), args.pp, chunks(args))
+    return 2 if MODELS[args.model].tied and owners[0] != owners[-1] else 1
+
+
+def make_pipeline(args, groups, model, mine):
+    """The executor of this rank's stages; without --pp it is one stage, and sends nothing."""
+    lowered = pp.lower(actions(args))
+    pp.check(lowered)
+    stages = pp.cut_stages(model, layers_by_stage(args), mine)
+    T = args.seq // args.cp // args.tp
+
+    def shape(tokens):
+        return len(tokens), T, MODELS[args.model].dim  # (B, T/cp/tp, D)
+
+    return pp.Pipeline(stages, lowered, groups["pp"], shape, memory.Later)
 
 
 def torch_optimizer(args, matrices, vectors):
@@ -359,56 +502,91 @@ def my_positions(args, groups, device):
     return cp.part(positions, 0, dist.get_rank(groups["cp"]), args.cp)
 
 
-def train_step(model, optimizer, groups, batches, positions, lr, record=None):
+def train_step(
+    model, pipeline, optimizer, groups, batches, positions, lr, gradients=None, loads=None
+):
     """One step on this rank's micro-batches, all ranks together.
 
-    Returns a tensor (loss, gradient norm, this rank's share of the loss), without having looked at
-    a value: the host never waits for the device. If loss or norm is not finite, no rank changes
-    anything.
-    record, a list, receives this rank's shards of the summed gradients before clipping.
+    Returns a tensor (loss, gradient norm, auxiliary loss, this rank's share of the loss), without
+    having looked at a value: the host never waits for the device. If loss or norm is not finite, no
+    rank changes anything.
+    Two lists may ask for more: gradients receives this rank's shards of the summed gradients before
+    clipping, loads how many of its tokens went to each expert, layer by layer.
     """
     N = dp.count_valid(batches, groups["tokens"])
-    optimizer.begin(len(batches))
-    loss = dp.accumulate_gradients(model, batches, N, positions)
+    ep.begin_step(model, N)
+    # Gradients may travel during the last backward, if it is known which one that is.
+    known = len(pipeline.stages) == 1 and not pipeline.queues
+    optimizer.begin(len(batches) if known else None)
+    loss = pipeline.step(batches, N, positions)
     optimizer.sum_gradients()  # forget
-    if record is not None:
-        record.extend(flat.grad.clone() for flat in optimizer.flats)
+    if gradients is not None:
+        gradients.extend(flat.grad.clone() for flat in optimizer.flats)
+    if loads is not None:
+        loads.extend(moe.load.clone() for moe in ep.moe_layers(model))
 
     copies = dist.get_world_size(groups["tp"])  # each of its ranks has the loss of all its tokens
-    stats = torch.stack([loss.double() / copies, optimizer.squares()])
+    auxiliary = sum(moe.loss for moe in ep.moe_layers(model))
+    stats = torch.stack([loss.double() / copies, optimizer.squares(), loss.new_zeros(()).double()])
+    stats[2] += auxiliary
     dist.all_reduce(stats, group=groups["control"])
     norm = stats[1].sqrt()
     skip = 1 - torch.isfinite(stats).all().float()
     optimizer.scale((MAX_NORM / (norm + 1e-6)).clamp(max=1))
     optimizer.step(lr, skip)
-    return torch.stack([stats[0], norm, loss.double()])
+    ep.end_step(model, groups.get("dp·cp·tp"), skip)
+    return torch.stack([stats[0], norm, stats[2], loss.double()])
 
 
-def sent(args, optimizer, groups):
-    """Calls and bytes a rank sends in a step: {(group, collective): (calls, bytes)}."""
+def sent(args, optimizer, groups, loads):
+    """Calls and bytes a rank sends in a step: {(group, collective): (calls, bytes)}.
+
+    loads: how many of its tokens went to each expert, by layer.
+    """
     size = {name: dist.get_world_size(group) for name, group in groups.items()}
+    rank = dist.get_rank(groups["pp"])
+    costs = weights_sent(args, optimizer, size, rank)
+    m = micro_batches(args)
+    for key, (calls, nbytes) in activations_sent(args, rank).items():
+        costs[key] = add(costs.get(key), (m * calls, m * nbytes))
+    if loads:
+        costs["ep", "all_to_all"] = experts_sent(args, groups["ep"], loads, rank)
+        costs["dp·cp·tp", "all_reduce"] = dp.sent([8 * sum(map(len, loads))], size["dp·cp·tp"])
+    if args.pp > 1:
+        hidden = args.micro_batch * args.seq // args.cp // args.tp * MODELS[args.model].dim
+        shape = args.pp, m, chunks(args), rank, hidden * DTYPES[args.dtype].itemsize
+        costs["pp", "send"] = pp.sent(args.schedule, *shape)
+    # Control: the valid tokens in int64; loss, squared norm and auxiliary loss in float64.
+    costs["tokens", "all_reduce"] = dp.sent([8], size["tokens"])
+    costs["control", "all_reduce"] = dp.sent([24], size["control"])
+    return costs
+
+
+def weights_sent(args, optimizer, size, rank):
+    """Of that, weights gathered and gradients summed (03), at size[axis] ranks."""
     weight = DTYPES[args.dtype].itemsize
     gradient = memory.at_least_fp32(DTYPES[args.dtype]).itemsize
-    micro_batches = args.batch // args.dp // args.micro_batch
+    mine, names, times = actions(args)[rank], my_stages(args, rank), {}
     flats = {next(iter(flat.range)): flat for flat in optimizer.flats}  # by its first parameter
-    units = [[next(iter(flat.range)) for flat in unit] for unit in optimizer.units]
+    units = {
+        stage: [[next(iter(flat.range)) for flat in unit] for unit in optimizer.units[part]]
+        for stage, part in zip(names, optimizer.stages)
+    }
+    for stage in names:
+        for key in sum(units[stage], []):
+            times.setdefault(key, pp.completions(mine, stage))
+    passes = [(a.stage, a.kind == "F") for a in mine if a.kind != "W"]
     places, costs = placement(args, flats), {}
     for cut, same in dict.fromkeys(places.values()):
         n = size.get(cut, 1)
         lengths = {k: flat.length for k, flat in flats.items() if places[k] == (cut, same)}
-        here = [[k for k in unit if k in lengths] for unit in units]
-        over_cut = zero.sent(args.zero, lengths, here, n, weight, gradient, micro_batches)
+        over_cut = zero.sent(args.zero, lengths, units, n, weight, gradient, times, passes)
         shards = [length // n * gradient for length in lengths.values()]
         for key, cost in [
             *(((cut, collective), cost) for collective, cost in over_cut.items()),
             *(((axis, "all_reduce"), dp.sent(shards, size[axis])) for axis in same),
         ]:
             costs[key] = add(costs.get(key), cost)
-    for key, (calls, nbytes) in activations_sent(args).items():
-        costs[key] = add(costs.get(key), (micro_batches * calls, micro_batches * nbytes))
-    # Control: the valid tokens in int64; the loss and the squared norm in float64.
-    costs["tokens", "all_reduce"] = dp.sent([8], size["tokens"])
-    costs["control", "all_reduce"] = dp.sent([16], size["control"])
     return costs
 
 
@@ -417,31 +595,67 @@ def add(cost, more):
     return tuple(map(sum, zip(cost or (0, 0), more)))
 
 
-def activations_sent(args):
+def stage_kinds(args, rank):
+    """{stage: what each of its layers recomputes} for the stages of this rank of the pipeline."""
+    counts = layers_by_stage(args)
+    return {
+        stage: [memory.kind_of(args.recompute, sum(counts[:stage]) + i) for i in range(counts[stage])]
+        for stage in my_stages(args, rank)
+    }
+
+
+def activations_sent(args, rank):
     """The same for a micro-batch, forward and backward: attention over cp, matrices over tp."""
-    c, dtype, B, costs = memory.PRESETS[args.model], DTYPES[args.dtype], args.micro_batch, {}
-    kinds = [memory.kind_of(args.recompute, layer) for layer in range(c.layers)]
-    if args.cp > 1:
-        heads = c.heads // args.tp, max(c.kv_heads // args.tp, 1), c.head_dim
+    c, dtype, B, costs = MODELS[args.model], DTYPES[args.dtype], args.micro_batch, {}
+    heads = c.heads // args.tp, max(c.kv_heads // args.tp, 1), c.head_dim
+    last = args.pp * chunks(args) - 1
+    for stage, kinds in stage_kinds(args, rank).items():
+        ends = dict(first=stage == 0, last=stage == last)
+        rows = []
+        if args.tp > 1:
+            T = args.seq // args.cp
+            rows.append(("tp", tp.sent(c, B, T, dtype, args.tp, kinds=kinds, **ends)))
         for kind in kinds:
             forwards = 2 if kind == "full" else 1
-            layer = cp.sent(args.cp_kind, B, args.seq, *heads, args.cp, dtype, forwards=forwards)
-            for collective, cost in layer.items():
-                costs["cp", collective] = add(costs.get(("cp", collective)), cost)
-    if args.tp > 1:
-        layers = tp.sent(c, B, args.seq // args.cp, dtype, args.tp, kinds=kinds)
-        costs |= {("tp", collective): cost for collective, cost in layers.items()}
+            if args.cp > 1:
+                layer = cp.sent(args.cp_kind, B, args.seq, *heads, args.cp, dtype, forwards=forwards)
+                rows.append(("cp", layer))
+            if has_experts(args) and args.cp * args.tp > 1:  # loads, for the auxiliary loss
+                cost = dp.sent([8 * B * c.experts] * forwards, args.cp * args.tp)
+                rows.append(("cp·tp", {"all_reduce": cost}))
+        for axis, row in rows:
+            for collective, cost in row.items():
+                costs[axis, collective] = add(costs.get((axis, collective)), cost)
     return costs
 
 
-def wire_table(wire, args, optimizer, groups):
+def experts_sent(args, group, loads, rank):
+    """Calls and bytes to the experts and back in a step, of this rank's loads."""
+    c, n, m = MODELS[args.model], dist.get_world_size(group), micro_batches(args)
+    mine, me, cost = torch.stack(loads), dist.get_rank(group), (0, 0)
+    table = mine.expand(n, *mine.shape)  # of all ranks: (ep, layers, E)
+    if n > 1 and dist.get_backend() != "fake":
+        table = [torch.empty_like(mine) for _ in range(n)]
+        dist.all_gather(table, mine, group=group)
+    kinds = sum(stage_kinds(args, rank).values(), [])
+    for i, kind in enumerate(kinds):
+        pairs = torch.stack([rows[i].view(n, -1).sum(1) for rows in table])  # (ep from, ep to)
+        out, into = (int(x.sum() - pairs[me, me]) for x in (pairs[me], pairs[:, me]))
+        calls, size = ep.sent(c, 0, DTYPES[args.dtype], n, kind, out, into)
+        more = ep.sent_counts(c, n, kind)
+        cost = add(cost, (m * (calls + more[0]), size + m * more[1]))
+    return cost
+
+
+def wire_table(wire, args, optimizer, groups, loads):
     """Print what a step sent beside the formulas; returns the failures."""
-    formulas, rows, failures = sent(args, optimizer, groups), [], []
+    formulas, rows, failures = sent(args, optimizer, groups, loads), [], []
     for key in dict.fromkeys([*formulas, *wire.calls]):  # also what no formula knows of
         if key[1] == "barrier":
             continue  # a group's first meeting, without a byte
         calls, size = formulas.get(key, (0, 0))
-        rows.append([*key, wire.calls[key], calls, wire.bytes[key], size])
+        if size or wire.bytes[key]:  # not of a group of one
+            rows.append([*key, wire.calls[key], calls, wire.bytes[key], size])
         if (wire.calls[key], wire.bytes[key]) != (calls, size):
             failures.append(f"{' '.join(key)}: sent {wire.bytes[key]} bytes, by formula {size}")
     dp.table(["sent in a step", "by", "calls", "formula", "bytes", "formula"], rows)
@@ -451,14 +665,62 @@ def wire_table(wire, args, optimizer, groups):
 # --- 6. The proof: one device, written without any of it -------------------------------------
 
 
+class PlainMoE(torch.nn.Module):
+    """A mixture of experts by definition: every expert computes every token, most for nothing."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.config, self.router = c, memory.Linear(c.dim, c.experts)
+        self.router.register_buffer("bias", torch.zeros(c.experts, dtype=torch.float32))
+        self.experts = torch.nn.Module()
+        for name, shape in [("gate", (c.ffn, c.dim)), ("up", (c.ffn, c.dim)), ("down", (c.dim, c.ffn))]:
+            self.experts.register_parameter(f"{name}_proj", torch.nn.Parameter(torch.empty(c.experts, *shape)))
+        if c.shared:
+            self.shared_expert = memory.SwiGLU(replace(c, ffn=c.shared * c.ffn))
+
+    def forward(self, x):  # (B, T, D)
+        c, m, wide = self.config, self.experts, memory.at_least_fp32(x.dtype)
+        logits = x.to(wide) @ self.router.weight.to(wide).T  # (B, T, E)
+        scores = logits.softmax(-1) if c.score == "softmax" else logits.sigmoid()
+        best = (scores + self.router.bias).sort(dim=-1, descending=True, stable=True).indices
+        chosen = torch.zeros_like(scores).scatter(-1, best[..., : c.top_k], 1)
+        weights = scores * chosen
+        if c.renormalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        out = self.shared_expert(x) if c.shared else 0
+        for e in range(c.experts):
+            h = torch.nn.functional.silu(x @ m.gate_proj[e].T) * (x @ m.up_proj[e].T)
+            out = out + (c.scale * weights[..., e, None]).to(x.dtype) * (h @ m.down_proj[e].T)
+        counts = chosen.sum(1, keepdim=True)  # (B, 1, E)
+        f = c.experts * counts / (c.top_k * x.shape[1])
+        loss = c.balance * (f * scores / scores.sum(-1, keepdim=True)).sum()
+        self.loss = loss + c.z * logits.logsumexp(-1).square().sum()
+        self.load = counts.sum((0, 1))
+        return out
+
+
+def plain_model(args, dtype, device):
+    """01's model; if it has experts, with the layer above."""
+    c = MODELS[args.model]
+    if not hasattr(c, "experts"):
+        return memory.build(c, args.seed, dtype, device), []
+    model = memory.build(replace(c, ffn=0), args.seed, dtype, device)
+    for number, block in model.layers.items():
+        block.mlp = PlainMoE(c).to(device)
+        for name, p in block.mlp.named_parameters():
+            p.data = memory.initial(f"layers.{number}.mlp.{name}", p.shape, args.seed).to(device, dtype)
+            p.grad_dtype = memory.at_least_fp32(dtype)
+    return model, [block.mlp for block in model.layers.values()]
+
+
 def reference(args, sample, steps, dtype, device):
     """The same training on one device: the whole batch at once, plain backward, torch's optimizer.
 
     Uses the model of 01 and nothing of the chapters after it. Returns {"loss", "norm",
     "gradient", "weight"}: each a dict of tensors by step, by parameter and step, by parameter.
     """
-    start = memory.build(memory.PRESETS[args.model], args.seed, DTYPES[args.dtype], device)
-    model = memory.build(memory.PRESETS[args.model], args.seed, dtype, device)
+    start, _ = plain_model(args, DTYPES[args.dtype], device)
+    model, experts = plain_model(args, dtype, device)
     model.load_state_dict(start.state_dict())  # if dtype is wider, start from the rounded weights
     weights = dict(model.named_parameters())
     masters = list(weights.values())
@@ -470,8 +732,10 @@ def reference(args, sample, steps, dtype, device):
     for step in range(steps):
         pairs = [sample(i) for i in range(step * args.batch, (step + 1) * args.batch)]
         tokens, labels = (torch.stack(column).to(device) for column in zip(*pairs))
-        loss = model.loss(model(tokens), labels) / (labels >= 0).sum()
-        loss.backward()
+        N = (labels >= 0).sum()
+        loss = model.loss(model(tokens), labels) / N
+        auxiliary = sum(moe.loss for moe in experts) / N
+        (loss + auxiliary).backward()
         for (name, w), master in zip(weights.items(), masters):
             result["gradient"][f"{name}, step {step + 1}"] = w.grad.clone()
             master.grad = w.grad
@@ -483,9 +747,15 @@ def reference(args, sample, steps, dtype, device):
             for w, master in zip(weights.values(), masters):
                 w.copy_(master)
                 w.grad = master.grad = None
+            for moe in experts:
+                rate = moe.config.bias_rate
+                moe.router.bias += rate * (moe.load.mean() - moe.load).sign()
         result["loss"][f"step {step + 1}"] = loss.detach()
+        if experts:
+            result["loss"][f"auxiliary, step {step + 1}"] = auxiliary.detach()
         result["norm"][f"step {step + 1}"] = norm
-    return {**result, "weight": {name: w.detach() for name, w in weights.items()}}
+    buffers = dict(model.named_buffers())
+    return {**result, "weight": {n: w.detach() for n, w in (weights | buffers).items()}}
 
 
 class Check:
@@ -508,10 +778,12 @@ class Check:
         if self.steps:
             dist.barrier(dist.new_group(timeout=timedelta(days=1), group_desc="check"))
 
-    def note(self, step, loss, norm, gradients, weights):
+    def note(self, step, loss, norm, auxiliary, gradients, weights):
         """Keep what step `step` computed; returns the loss of one device."""
         key = f"step {step + 1}"
         self.ours["loss"][key] = torch.tensor(loss, dtype=torch.float64)
+        if f"auxiliary, {key}" in self.expected["loss"]:
+            self.ours["loss"][f"auxiliary, {key}"] = torch.tensor(auxiliary, dtype=torch.float64)
         self.ours["norm"][key] = torch.tensor(norm, dtype=torch.float64)
         self.ours["gradient"].update({f"{name}, {key}": g for name, g in gradients.items()})
         if weights is not None:  # after the last step that is compared
@@ -559,29 +831,59 @@ class Check:
 
 
 def boxes(args, groups):
-    """What tensor parallelism left on this rank: {name: (shape of the whole tensor, box)}."""
-    c, rank = memory.PRESETS[args.model], dist.get_rank(groups["tp"])
+    """What this rank has of each parameter: {name: (shape of the whole tensor, box)}."""
+    c, rank, result = MODELS[args.model], dist.get_rank(groups["tp"]), {}
     with torch.device("meta"):
-        whole = memory.Llama(c)
-    return {
-        name: (tuple(p.shape), tuple(tp.box(name, p.shape, rank, args.tp, c.kv_heads)))
-        for name, p in whole.named_parameters()
-    }
+        whole = memory.Llama(replace(c, ffn=0) if has_experts(args) else c)
+        for block in whole.layers.values() if has_experts(args) else ():
+            block.mlp = ep.MoE(c)
+    for name, p in whole.named_parameters():
+        box = tp.box(name, p.shape, rank, args.tp, c.kv_heads)
+        if ep.is_expert(name):
+            own, first = c.experts // args.ep, dist.get_rank(groups["ep"]) * c.experts // args.ep
+            box[0] = (first, first + own)
+        result[name] = tuple(p.shape), tuple(box)
+    return result
 
 
 def whole_tensors(args, tensors, groups):
-    """The tensors by name as one device has them, from the parts of all ranks of tp."""
-    heads, shapes = memory.PRESETS[args.model].kv_heads, boxes(args, groups)
-    return {
-        name: tp.whole_tensor(name, t, shapes[name][0], groups["tp"], heads)
-        for name, t in tensors.items()
-    }
+    """The tensors by name as one device has them, of the stages of this rank."""
+    heads, shapes, whole = MODELS[args.model].kv_heads, boxes(args, groups), {}
+    for name, t in tensors.items():
+        if ep.is_expert(name):
+            parts = [torch.empty_like(t) for _ in range(args.ep)]
+            dist.all_gather(parts, t.contiguous(), group=groups["ep"])
+            whole[name] = torch.cat(parts)
+        elif name in shapes:
+            whole[name] = tp.whole_tensor(name, t, shapes[name][0], groups["tp"], heads)
+        else:
+            whole[name] = t  # a buffer
+    return whole
+
+
+def whole(args, tensors, groups):
+    """The tensors by name as one device has them: on rank 0 all, elsewhere those of its stages."""
+    return from_all_stages(whole_tensors(args, tensors, groups), groups)
+
+
+def from_all_stages(tensors, groups):
+    """On rank 0, the tensors by name of its whole pipeline."""
+    ranks = dist.get_process_group_ranks(groups["pp"])
+    if len(ranks) == 1 or ranks[0] != 0:
+        return tensors
+    everyone = [None] * len(ranks) if dist.get_rank() == 0 else None
+    mine = {name: t.detach().cpu() for name, t in tensors.items()}
+    dist.gather_object(mine, everyone, 0, groups["pp"])
+    if not everyone:
+        return tensors
+    device = next(iter(tensors.values())).device
+    return {name: t.to(device) for part in everyone for name, t in part.items()}
 
 
 def replicas_differ(weights, boxes):
     """The names of weights that are not bit for bit the same on all ranks that hold this part."""
     mine = {
-        (name, boxes[name]): zlib.crc32(w.detach().cpu().contiguous().view(torch.uint8).numpy())
+        (name, boxes.get(name)): zlib.crc32(w.detach().cpu().contiguous().view(torch.uint8).numpy())
         for name, w in weights.items()
     }
     everyone = [None] * dist.get_world_size()
@@ -593,10 +895,25 @@ def replicas_differ(weights, boxes):
 
 
 def own_weights(args, model, optimizer):
-    """The weights by name: the model's own, or, where ZeRO-3 cut them, gathered by all ranks."""
-    if args.zero < 3:
-        return dict(model.named_parameters())
-    return optimizer.gathered([flat.shard for flat in optimizer.flats])
+    """Weights and buffers by name: the model's own, or, where ZeRO-3 cut them, gathered."""
+    weights = dict(model.named_parameters())
+    if args.zero == 3:
+        weights = optimizer.gathered([flat.shard for flat in optimizer.flats])
+    return weights | dict(saved_buffers(model))
+
+
+def saved_buffers(model):
+    """(name, tensor) of what the model learns without a gradient: the bias of the experts (06)."""
+    for name, tensor in model.named_buffers():
+        if name.endswith("router.bias"):
+            yield name, tensor
+
+
+def buffer_pieces(model, groups):
+    """The same as pieces of a checkpoint (03); one rank of a stage writes them."""
+    for name, t in saved_buffers(model):
+        owned = dist.get_rank(groups["dp·cp·tp"]) == 0
+        yield zero.Piece(name, "buffer", (len(t),), ((0, len(t)),), 0, len(t), t, owned)
 
 
 # --- 7. Training -----------------------------------------------------------------------------
@@ -613,7 +930,8 @@ def mfu(args, device, tokens_per_second):
         return None
     name = torch.cuda.get_device_name(device)
     peak = next((flops for known, flops in PEAK.items() if known in name), None)
-    useful = memory.flops_per_token(memory.PRESETS[args.model], args.seq)
+    count = ep.moe_flops_per_token if has_experts(args) else memory.flops_per_token
+    useful = count(MODELS[args.model], args.seq)
     return peak and tokens_per_second / dist.get_world_size() * useful / peak
 
 
@@ -626,27 +944,28 @@ def facts(args, tokens):
     return {name: getattr(args, name) for name in names} | {"data": dp.fingerprint(tokens)}
 
 
-def resume(args, optimizer, groups, facts):
+def resume(args, model, optimizer, groups, run):
     """Load the newest good checkpoint; returns how many steps were done, 0 if there is none."""
     folder = zero.newest(args.ckpt, groups["control"], dp.log)
     if folder is None:
         dp.log(f"no checkpoint in {args.ckpt}: starting from the beginning\n")
         return 0
     saved = zero.read_index(folder)["facts"]
-    if other := [f"{k} {facts[k]}, not {saved[k]}" for k in facts if facts[k] != saved[k]]:
+    if other := [f"{k} {run[k]}, not {saved[k]}" for k in run if run[k] != saved[k]]:
         raise zero.CheckpointError(f"{folder} is of another run: {', '.join(other)}")
-    index = zero.restore(folder, optimizer, groups["control"], dp.log, boxes(args, groups))
+    more = buffer_pieces(model, groups)
+    index = zero.restore(folder, optimizer, groups["control"], dp.log, boxes(args, groups), more)
     step = index["step"]
     dp.log(f"resumed from {folder}: {step} steps done\n")
     return step
 
 
-def save(args, step, optimizer, groups, facts):
+def save(args, step, model, optimizer, groups, run):
     """Write a checkpoint of `step` steps. If that fails, training goes on; returns the failures."""
     begin = time.perf_counter()
     try:
-        pieces = optimizer.state(boxes(args, groups))
-        size = zero.save(args.ckpt, step, pieces, facts, groups["control"])
+        pieces = [*optimizer.state(boxes(args, groups)), *buffer_pieces(model, groups)]
+        size = zero.save(args.ckpt, step, pieces, run, groups["control"])
     except zero.CheckpointError as error:
         dp.log(f"checkpoint of step {step} not written ({error}); the one before it stands")
         return [f"checkpoint of step {step}: {error}"]
@@ -661,47 +980,53 @@ def train(args):
     tokens = dp.open_tokens(args.data)
     dp.agree(dp.fingerprint(tokens), "the training data", groups["control"])
     sample = dp.Samples(tokens, args.seq, args.seed)
-    model, optimizer = compose(args, groups, device)
-    describe(args, model, sizes)
+    model, pipeline, optimizer = compose(args, groups, device)
+    describe(args, sizes)
     check = Check(args, sample, device)
     run, unsaved, first = facts(args, tokens), [], 0
     if args.resume:
         try:
-            first = resume(args, optimizer, groups, run)
+            first = resume(args, model, optimizer, groups, run)
         except zero.CheckpointError as error:  # the same on all ranks
             return dp.verdict("09_combined_5d", [str(error)])
     wire, csv = dp.Wire(), open_csv(args.csv, first)
-    positions = my_positions(args, groups, device)
+    positions, loads = my_positions(args, groups, device), []
 
-    dp.log(" step       loss  one device  grad norm        lr  tokens/s    MFU")
+    auxiliary_head = " auxiliary" * has_experts(args)
+    dp.log(f" step       loss  one device{auxiliary_head}  grad norm        lr  tokens/s    MFU")
     for step in range(first, args.steps):
         begin, lr = time.perf_counter(), learning_rate(step, args)
         gradients = [] if step < check.steps else None
         with wire if step == first else contextlib.nullcontext():
             batches = my_batches(args, groups, sample, step, device)
-            stats = train_step(model, optimizer, groups, batches, positions, lr, gradients)
-        loss, norm, own = stats.tolist()  # the one look at values, for the line below
+            stats = train_step(model, pipeline, optimizer, groups, batches, positions, lr,
+                               gradients, loads if step == first else None)  # fmt: skip
+        # The one look at values, for the line below.
+        loss, norm, auxiliary, own = stats.tolist()
         speed = args.batch * args.seq / (time.perf_counter() - begin)
         expected = "-"
         if step < check.steps:  # whole tensors take all ranks
-            gradients, weights = whole_tensors(args, optimizer.gathered(gradients), groups), None
+            gradients, weights = whole(args, optimizer.gathered(gradients), groups), None
             if step + 1 == check.steps:
-                weights = whole_tensors(args, own_weights(args, model, optimizer), groups)
+                weights = whole(args, own_weights(args, model, optimizer), groups)
             if check.active:
-                expected = f"{check.note(step, loss, norm, gradients, weights):.6f}"
+                expected = f"{check.note(step, loss, norm, auxiliary, gradients, weights):.6f}"
         used = mfu(args, device, speed)
-        dp.log(f"{step + 1:5} {loss:10.6f} {expected:>11} {norm:10.4f} {lr:9.2e} {speed:9,.0f}"
-               f" {f'{used:.1%}' if used else 'none':>6}")  # fmt: skip
+        extra = f" {auxiliary:9.6f}" * has_experts(args)
+        dp.log(f"{step + 1:5} {loss:10.6f} {expected:>11}{extra} {norm:10.4f} {lr:9.2e}"
+               f" {speed:9,.0f} {f'{used:.1%}' if used else 'none':>6}")  # fmt: skip
         if csv:
             csv.write(f"{step + 1},{loss!r},{norm!r},{lr!r}\n")
         if not math.isfinite(loss + norm):  # the same numbers on all ranks, so all stop here
             return dp.verdict("09_combined_5d", [not_finite(step, loss, norm, own)])
         done = step + 1
         if args.ckpt and (done == args.steps or args.save_every and done % args.save_every == 0):
-            unsaved = save(args, done, optimizer, groups, run)
+            unsaved = save(args, done, model, optimizer, groups, run)
 
-    failures = report(args, model, optimizer, groups, wire, check) if first < args.steps else []
-    show_text(args, model, groups, tokens, device)
+    failures = []
+    if first < args.steps:
+        failures = report(args, model, optimizer, groups, wire, loads, check)
+    show_text(args, pipeline, groups, tokens, device)
     return dp.verdict("09_combined_5d", failures + unsaved)
 
 
@@ -714,14 +1039,21 @@ def not_finite(step, loss, norm, own):
     return f"step {step + 1}: loss {loss}, gradient norm {norm}, {where}; no weight was changed"
 
 
-def describe(args, model, sizes):
+def describe(args, sizes):
     world = dist.get_world_size()
     axes = " · ".join(f"{axis} {n}" for axis, n in sizes.items() if n > 1) or "1"
     dp.header("09 combined 5D", f"world {world} = {axes}")
-    count = memory.parameter_count(memory.PRESETS[args.model])
-    steps = args.batch // args.dp // args.micro_batch
-    dp.log(f"{args.model}   {args.dtype}   {count:,} parameters   {args.batch} x {args.seq} tokens"
-           f" = dp {args.dp} x {steps} x {args.micro_batch}\n")  # fmt: skip
+    count = ep.moe_parameters if has_experts(args) else memory.parameter_count
+    dp.log(f"{args.model}   {args.dtype}   {count(MODELS[args.model]):,} parameters  "
+           f" {args.batch} x {args.seq} tokens"
+           f" = dp {args.dp} x {micro_batches(args)} x {args.micro_batch}")  # fmt: skip
+    if args.pp > 1:
+        layers = " ".join(map(str, layers_by_stage(args)))
+        dp.log(f"pipeline {args.schedule}, layers by stage {layers}")
+    if has_experts(args):
+        c = MODELS[args.model]
+        dp.log(f"{c.top_k} of {c.experts} experts, on ep {args.ep} ranks each layer's")
+    dp.log()
 
 
 def open_csv(path, first):
@@ -737,10 +1069,10 @@ def open_csv(path, first):
     return file
 
 
-def report(args, model, optimizer, groups, wire, check):
+def report(args, model, optimizer, groups, wire, loads, check):
     """Bytes beside formulas, errors beside bounds; returns the failures."""
     dp.log()
-    failures = wire_table(wire, args, optimizer, groups)
+    failures = wire_table(wire, args, optimizer, groups, loads)
     if args.check:
         dp.log()
         failures = check.report() + failures  # parameters first: they say more
@@ -751,20 +1083,22 @@ def report(args, model, optimizer, groups, wire, check):
 
 
 @torch.no_grad()
-def show_text(args, model, groups, tokens, device, length=160, seconds=5.0):
+def show_text(args, pipeline, groups, tokens, device, length=160, seconds=5.0):
     """At most `length` tokens from the trained model, as many as take about `seconds`."""
-    # One tp group writes; at stage 3 a forward pass gathers, which takes all ranks.
-    writes, begin = args.zero == 3 or dist.get_rank() < args.tp, time.perf_counter()
-    for layer in model.layers.values():
-        layer.self_attn.attend = memory.attend  # the whole sequence on every rank
+    # One replica writes; where weights or experts lie on more ranks, all do.
+    replica = dist.get_rank(groups["dp"]) == dist.get_rank(groups["cp"]) == 0
+    writes, begin = args.zero == 3 or args.ep > 1 or replica, time.perf_counter()
+    for stage in pipeline.stages.values():
+        for layer in stage.layers.values():
+            layer.self_attn.attend = memory.attend  # the whole sequence on every rank
     generator = torch.Generator(device).manual_seed(args.seed)
     ids = torch.from_numpy(tokens[:16].astype("int64")).to(device)[None]  # (1, T)
     if writes:
-        next_logits(args, model, groups, ids)  # how long does one take?
+        next_logits(args, pipeline, groups, ids)  # how long does one take?
     count = torch.tensor(int(seconds / (time.perf_counter() - begin)), device=device)
     dist.broadcast(count, 0, group=groups["control"])
     for _ in range(min(length, count.item()) if writes else 0):
-        logits = next_logits(args, model, groups, ids[:, -args.seq :])
+        logits = next_logits(args, pipeline, groups, ids[:, -args.seq :])
         drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)
         ids = torch.cat((ids, drawn[None]), 1)
     ids = ids[0].tolist()
@@ -775,16 +1109,43 @@ def show_text(args, model, groups, tokens, device, length=160, seconds=5.0):
     dp.log("\nthe model writes\n  | " + "\n  | ".join(lines[:8]) + "\n")
 
 
-def next_logits(args, model, groups, ids):
-    """The logits (V,) of what follows ids (1, T), on every rank of tp."""
+def next_logits(args, pipeline, groups, ids):
+    """The logits (V,) of what follows ids (1, T), on every rank of a replica."""
     # The sequence is padded to what tp divides; causal attention looks at nothing behind T.
-    padded = torch.nn.functional.pad(ids, (0, -ids.shape[1] % args.tp))
-    logits = model(padded)[0, ids.shape[1] - 1].float()
-    shape, kv_heads = (memory.PRESETS[args.model].vocab,), memory.PRESETS[args.model].kv_heads
-    return tp.whole_tensor("lm_head.weight", logits, shape, groups["tp"], kv_heads)
+    c, T = MODELS[args.model], ids.shape[1]
+    x = torch.nn.functional.pad(ids, (0, -T % args.tp))
+    positions, width = torch.arange(x.shape[1], device=x.device), x.shape[1] // args.tp
+    owners = pp.ranks_of_stages(schedule(args), args.pp, chunks(args))
+    for stage, owner in enumerate(owners):  # one after the other; each tells all the result
+        if stage in pipeline.stages:
+            x = pipeline.stages[stage](x, positions)
+        elif stage < len(owners) - 1:
+            x = torch.empty(1, width, c.dim, dtype=DTYPES[args.dtype], device=ids.device)
+        else:
+            shape = 1, x.shape[1] * args.tp, -(-c.vocab // args.tp)
+            x = torch.empty(shape, dtype=DTYPES[args.dtype], device=ids.device)
+        source = dist.get_global_rank(groups["pp"], owner)
+        x = x.contiguous()
+        dist.broadcast(x, source, group=groups["pp"])
+    logits = x[0, T - 1].float()
+    return tp.whole_tensor("lm_head.weight", logits, (c.vocab,), groups["tp"], c.kv_heads)
 
 
 # --- 8. A dry run ----------------------------------------------------------------------------
+
+
+def even_load(args):
+    """How many of a micro-batch's (token, expert) pairs each expert gets, if all get the same."""
+    c, n = MODELS[args.model], args.micro_batch * args.seq // args.cp // args.tp
+    each, more = divmod(n * c.top_k, c.experts)
+    return [each + (e < more) for e in range(c.experts)]
+
+
+def even_splits(args, rank, counts):
+    """What 06's `splits` gives then, for a rank of ep: rows for and from each rank's experts."""
+    load, size = even_load(args), MODELS[args.model].experts // args.ep
+    give = [load[i : i + size] for i in range(0, len(load), size)]
+    return [give, [give[rank]] * args.ep]
 
 
 def dry_run(args, world):
@@ -794,14 +1155,18 @@ def dry_run(args, world):
 
     dist.init_process_group("fake", store=FakeStore(), rank=args.rank, world_size=world)
     sizes = layout(args)
-    groups = make_groups(args, sizes)
-    with FakeTensorMode(), dp.Wire() as wire:
-        model, optimizer = compose(args, groups, "cpu")
+    groups, loads = make_groups(args, sizes), []
+    even = partial(even_splits, args, dist.get_rank(groups["ep"])) if has_experts(args) else None
+    with FakeTensorMode(), dp.Wire() as wire, mock.patch.object(ep, "splits", even):
+        model, pipeline, optimizer = compose(args, groups, "cpu")
         empty = torch.zeros(args.seq, dtype=torch.int64)
         batches = my_batches(args, groups, lambda i: (empty, empty), 0, "cpu")
         positions = my_positions(args, groups, "cpu")
-        train_step(model, optimizer, groups, batches, positions, args.lr)
+        train_step(model, pipeline, optimizer, groups, batches, positions, args.lr)
         held = optimizer.tensors()
+    if has_experts(args):
+        load = torch.tensor(even_load(args)) * micro_batches(args)
+        loads = [load] * len(ep.moe_layers(model))
     axes = " · ".join(f"{axis} {n}" for axis, n in sizes.items())
     print(f"09 dry run   rank {args.rank} of {world} = {axes}   {args.model}   {args.dtype}\n")
     dp.table(
@@ -809,7 +1174,7 @@ def dry_run(args, world):
         [[n, len(ts), sum(t.numel() * t.element_size() for t in ts)] for n, ts in held.items()],
     )
     print()
-    failures = wire_table(wire, args, optimizer, groups)
+    failures = wire_table(wire, args, optimizer, groups, loads)
     print(f"09_combined_5d FAIL: {failures[0]}" if failures else "09_combined_5d OK")
     return 1 if failures else 0
 

@@ -136,7 +136,7 @@ def test_check_sees_a_replica_that_drifts(capfd):
 
 def test_the_reference_uses_nothing_of_the_later_chapters():
     tree = ast.parse((ROOT / "09_combined_5d.py").read_text())
-    functions = {f.name: f for f in tree.body if isinstance(f, ast.FunctionDef)}
+    functions = {f.name: f for f in tree.body if isinstance(f, (ast.FunctionDef, ast.ClassDef))}
     chapters = {
         target.id
         for node in tree.body
@@ -151,7 +151,7 @@ def test_the_reference_uses_nothing_of_the_later_chapters():
         assert not names & (chapters - {"memory"}), f"{name} uses {names & chapters}"
         assert not names & {"dist", "train_step"}
         todo += [n for n in names if n in functions and n not in called]
-    assert called == {"reference", "torch_optimizer", "learning_rate"}
+    assert called == {"reference", "plain_model", "PlainMoE", "torch_optimizer", "learning_rate"}
 
 
 # --- a step that must not happen -------------------------------------------------------------------
@@ -160,10 +160,11 @@ def test_the_reference_uses_nothing_of_the_later_chapters():
 def poisoned_run(argv, where):
     """One rank's second step has a loss, or only a gradient, that is not finite."""
     args, before = combined.parse(argv), {}
-    accumulate = dp.accumulate_gradients
+    step = combined.pp.Pipeline.step
 
-    def poisoned(model, batches, N, positions):
-        loss = accumulate(model, batches, N, positions)
+    def poisoned(pipeline, batches, N, positions):
+        loss = step(pipeline, batches, N, positions)
+        model = poisoned.model
         poisoned.calls += 1
         if poisoned.calls == 2:
             before.update({n: p.detach().clone() for n, p in model.named_parameters()})
@@ -175,11 +176,11 @@ def poisoned_run(argv, where):
         return loss
 
     poisoned.calls = 0
-    dp.accumulate_gradients, compose = poisoned, combined.compose
+    combined.pp.Pipeline.step, compose = poisoned, combined.compose
 
     def composed(*args):
-        model, poisoned.optimizer = compose(*args)
-        return model, poisoned.optimizer
+        poisoned.model, pipeline, poisoned.optimizer = compose(*args)
+        return poisoned.model, pipeline, poisoned.optimizer
 
     combined.compose = composed
     code = combined.train(args)
@@ -375,14 +376,15 @@ def real_step(argv):
     """What the dry run claims, measured: bytes held and sent in one real step."""
     args = combined.parse(argv)
     groups = combined.make_groups(args, combined.layout(args))
-    model, optimizer = combined.compose(args, groups, "cpu")
+    model, pipeline, optimizer = combined.compose(args, groups, "cpu")
     sample = dp.Samples(dp.open_tokens(), args.seq, 0)
     positions = combined.my_positions(args, groups, "cpu")
     with dp.Wire() as wire:
         batches = combined.my_batches(args, groups, sample, 0, "cpu")
-        combined.train_step(model, optimizer, groups, batches, positions, 1e-3)
+        combined.train_step(model, pipeline, optimizer, groups, batches, positions, 1e-3)
     held = {kind: dp._bytes(tensors) for kind, tensors in optimizer.tensors().items()}
-    return held, dict(wire.calls), dict(wire.bytes)
+    keys = [key for key in wire.calls if wire.bytes[key]]
+    return held, {k: wire.calls[k] for k in keys}, {k: wire.bytes[k] for k in keys}
 
 
 @pytest.mark.parametrize(

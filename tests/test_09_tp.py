@@ -30,14 +30,14 @@ class Text(dp.Samples):
 
 def train(argv):
     """combined.train on the small models, in a forked rank."""
-    memory.PRESETS.update(PRESETS)
+    combined.MODELS.update(PRESETS)
     dp.Samples = Text
     combined.show_text = lambda *args, **kwargs: None
     return combined.train(combined.parse(argv))
 
 
 def trained(capfd, argv):
-    memory.PRESETS.update(PRESETS)
+    combined.MODELS.update(PRESETS)
     args = combined.parse(argv.split())
     world = args.dp * args.cp * args.tp
     codes = dp.launch(train, world, argv.split(), timeout=60)
@@ -109,10 +109,10 @@ def test_replicas_over_tp_that_drift_are_seen(capfd, name):
 
 def norm_worker(argv):
     """The gradient norm of a step of known gradients: each rank's are all 1."""
-    memory.PRESETS.update(PRESETS)
+    combined.MODELS.update(PRESETS)
     args = combined.parse(argv)
     groups = combined.make_groups(args, combined.layout(args))
-    model, optimizer = combined.compose(args, groups, "cpu")
+    model, pipeline, optimizer = combined.compose(args, groups, "cpu")
     for flat in optimizer.flats:
         for view in flat.views(flat.full if flat.full is not None else flat.grad).values():
             view.fill_(1)
@@ -130,14 +130,14 @@ def test_the_norm_counts_each_element_once():
 
 
 def text_worker(argv):
-    memory.PRESETS.update(PRESETS)
+    combined.MODELS.update(PRESETS)
     args = combined.parse(argv)
     groups = combined.make_groups(args, combined.layout(args))
-    model, _ = combined.compose(args, groups, "cpu")
+    _, pipeline, _ = combined.compose(args, groups, "cpu")
     dense = memory.build(PRESETS[args.model], args.seed)
     ids = torch.arange(7)[None]
     with torch.no_grad():
-        ours, expected = combined.next_logits(args, model, groups, ids), dense(ids)[0, -1]
+        ours, expected = combined.next_logits(args, pipeline, groups, ids), dense(ids)[0, -1]
     return ours.shape == (61,) and dp.relative_error(ours, expected) < 1e-5
 
 
@@ -159,10 +159,10 @@ def test_the_model_writes_the_same_text_on_any_layout(capfd):
 
 def weights_worker(argv):
     """Whole weights and moments of the newest checkpoint, loaded into the layout of argv."""
-    memory.PRESETS.update(PRESETS)
+    combined.MODELS.update(PRESETS)
     args = combined.parse(argv)
     groups = combined.make_groups(args, combined.layout(args))
-    model, optimizer = combined.compose(args, groups, "cpu")
+    model, pipeline, optimizer = combined.compose(args, groups, "cpu")
     folder = zero.newest(args.ckpt, groups["control"])
     zero.restore(folder, optimizer, groups["control"], boxes=combined.boxes(args, groups))
     own = combined.own_weights(args, model, optimizer)
@@ -239,14 +239,14 @@ def test_what_does_not_fit_is_refused_with_the_nearest_choice(argv, message):
 def real_step(argv):
     args = combined.parse(argv)
     groups = combined.make_groups(args, combined.layout(args))
-    model, optimizer = combined.compose(args, groups, "cpu")
+    model, pipeline, optimizer = combined.compose(args, groups, "cpu")
     sample = dp.Samples(dp.open_tokens(), args.seq, 0)
     with dp.Wire() as wire:
         batches = combined.my_batches(args, groups, sample, 0, "cpu")
         positions = combined.my_positions(args, groups, "cpu")
-        combined.train_step(model, optimizer, groups, batches, positions, 1e-3)
+        combined.train_step(model, pipeline, optimizer, groups, batches, positions, 1e-3)
     held = {kind: dp._bytes(tensors) for kind, tensors in optimizer.tensors().items()}
-    keys = [key for key in wire.calls if key[1] != "barrier"]
+    keys = [key for key in wire.calls if wire.bytes[key]]
     return held, {key: (wire.calls[key], wire.bytes[key]) for key in keys}
 
 
