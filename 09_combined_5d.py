@@ -31,6 +31,7 @@ from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -1148,33 +1149,75 @@ def even_splits(args, rank, counts):
     return [give, [give[rank]] * args.ep]
 
 
-def dry_run(args, world):
-    """One real step of one rank of any world, on tensors without contents."""
+def dry_step(args, world):
+    """One real step of one rank of any world, on tensors without contents: what it holds and does.
+
+    held         {kind: tensors} between two steps
+    activations  bytes kept for backward when most are: after the forward pass after which most live
+    peak         the most bytes that lived at once, with all that a step needs for a moment
+    flops        (of matmuls, of attention)
+    wire         what was sent
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=args.rank, world_size=world)
-    sizes = layout(args)
-    groups, loads = make_groups(args, sizes), []
+    groups, loads = make_groups(args, layout(args)), []
     even = partial(even_splits, args, dist.get_rank(groups["ep"])) if has_experts(args) else None
-    with FakeTensorMode(), dp.Wire() as wire, mock.patch.object(ep, "splits", even):
+    with FakeTensorMode(), mock.patch.object(ep, "splits", even):
         model, pipeline, optimizer = compose(args, groups, "cpu")
         empty = torch.zeros(args.seq, dtype=torch.int64)
         batches = my_batches(args, groups, lambda i: (empty, empty), 0, "cpu")
-        positions = my_positions(args, groups, "cpu")
-        train_step(model, pipeline, optimizer, groups, batches, positions, args.lr)
+        step = (model, pipeline, optimizer, groups, batches, my_positions(args, groups, "cpu"))
+        live, most = memory.Live(held=partial(everything_held, optimizer, model, step)), [0]
+        pipeline.forward = partial(_note_activations, pipeline, pipeline.forward, live, most)
+        with live, dp.Wire() as wire:
+            train_step(*step, args.lr)
         held = optimizer.tensors()
+        # A second step, as torch's counter holds on to activations.
+        del pipeline.forward
+        flops = memory.counted_flops(lambda: train_step(*step, args.lr), _grouped_mm=grouped_flops)
     if has_experts(args):
         load = torch.tensor(even_load(args)) * micro_batches(args)
         loads = [load] * len(ep.moe_layers(model))
+    return SimpleNamespace(held=held, activations=most[0], peak=live.peak, flops=flops, wire=wire,
+                           optimizer=optimizer, groups=groups, loads=loads)  # fmt: skip
+
+
+def grouped_flops(a, b, *_, **__):
+    """Of 06's products of rows with their own expert's matrix, from the shapes of both."""
+    return 2 * math.prod(a) * b[-1]
+
+
+def everything_held(optimizer, model, step):
+    """All tensors that live whatever the schedule does: states, sums on their way, the batch."""
+    flats = optimizer.flats
+    states = [t for f in flats for t in (f.whole, f.shard, f.master, f.grad, f.full)]
+    states += [t for state in optimizer.inner.state.values() for t in state.values()]
+    states += [*model.buffers(), *(t for pair in step[4] for t in pair), step[5]]
+    return [t for t in states if t is not None]
+
+
+def _note_activations(pipeline, forward, live, most, stage, number):
+    forward(stage, number)
+    # Not what is between two stages: it waits for its transfer, and may wait for several others.
+    moving = [t for _, t in pipeline.sending] + [get() for get in pipeline.values.values()]
+    moving = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in moving}
+    most[0] = max(most[0], live.bytes()["activations"] - sum(moving.values()))
+
+
+def dry_run(args, world):
+    step, sizes = dry_step(args, world), layout(args)
     axes = " · ".join(f"{axis} {n}" for axis, n in sizes.items())
     print(f"09 dry run   rank {args.rank} of {world} = {axes}   {args.model}   {args.dtype}\n")
-    dp.table(
-        ["held", "tensors", "bytes"],
-        [[n, len(ts), sum(t.numel() * t.element_size() for t in ts)] for n, ts in held.items()],
-    )
+    rows = [[n, len(ts), sum(t.numel() * t.element_size() for t in ts)] for n, ts in step.held.items()]
+    dp.table(["held", "tensors", "bytes"], rows)
+    print(f"\nkept for backward at most {step.activations:,} bytes; the fullest moment {step.peak:,}")
+    print(f"FLOPs: {step.flops[0]:,} in matmuls, {step.flops[1]:,} in attention")
+    if has_experts(args):
+        print("every expert is taken to get as many tokens as every other")
     print()
-    failures = wire_table(wire, args, optimizer, groups, loads)
+    failures = wire_table(step.wire, args, step.optimizer, step.groups, step.loads)
     print(f"09_combined_5d FAIL: {failures[0]}" if failures else "09_combined_5d OK")
     return 1 if failures else 0
 

@@ -35,6 +35,7 @@ import time
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache, partial
 from importlib import import_module
+from types import SimpleNamespace
 
 import torch
 
@@ -46,7 +47,7 @@ ep = import_module("06_ep")
 cp = import_module("07_cp_ring")
 combined = import_module("09_combined_5d")
 
-MODELS = {**memory.PRESETS, **ep.PRESETS}
+MODELS = combined.MODELS
 BF16, E, WIDE = torch.bfloat16, 2, 4  # computed in; bytes of a number of it, and of one of fp32
 GiB = 2**30
 
@@ -202,6 +203,8 @@ class Layout:
     schedule: str = "1f1b"
     chunks: int = 2  # if interleaved
     cp_kind: str = "ring"
+    hybrid: int = 0
+    dtype: str = "bfloat16"
 
     @property
     def world(self):
@@ -210,11 +213,13 @@ class Layout:
     @property
     def m(self):
         """Micro-batches a step."""
-        return self.batch // self.dp // self.micro_batch
+        return combined.micro_batches(self)
 
     @property
     def v(self):
         """Chunks of layers on each rank of the pipeline."""
+        if self.pp == 1:
+            return 1
         return {"interleaved": self.chunks, "zb-v": 2}.get(self.schedule, 1)
 
     def __str__(self):
@@ -368,16 +373,11 @@ def head_seconds(c, hw, st, n, tp_):
 @lru_cache(None)
 def tp_sent(c, B, T, tp_, kind):
     """[(collective, calls, bytes)] of a block over tp; kind "ends": of embedding, head and loss."""
-    none = replace(met_by_a_token(c), layers=0)
-    ends = tp.sent(none, B, T, BF16, tp_)
     if kind == "ends":
-        return [(collective, calls, float(size)) for collective, (calls, size) in ends.items()]
-    block = tp.sent(replace(none, layers=1), B, T, BF16, tp_, kinds=[kind])
-    share = 0.5 if has_experts(c) else 1  # experts are not cut by tp: only attention has its pair
-    return [
-        (collective, share * (calls - ends[collective][0]), share * float(size - ends[collective][1]))
-        for collective, (calls, size) in block.items()
-    ]
+        costs = tp.sent(c, B, T, BF16, tp_, kinds=[])
+    else:
+        costs = tp.sent(c, B, T, BF16, tp_, kinds=[kind], first=False, last=False)
+    return [(collective, calls, float(size)) for collective, (calls, size) in costs.items()]
 
 
 BACKWARD = {"products": 2, "attention": 2.5, "elementwise": 2}  # times the forward pass
@@ -559,3 +559,196 @@ def search(hw, st, model, gpus, batch, seq, fixed=None):
                             found.append(estimate(hw, st, lay))
                             break
     return sorted(found, key=lambda e: -e.speed), seen
+
+
+# --- 8. To the byte: what 09's dry run of a rank finds --------------------------------------------
+
+
+@lru_cache(None)
+def block_shapes(c):
+    """{name: whole shape} of the parameters of a block, in the order in which modules have them."""
+    with torch.device("meta"):
+        block = memory.Block(replace(c, ffn=0) if has_experts(c) else c)
+        if has_experts(c):
+            block.mlp = ep.MoE(c)
+    return {name: tuple(p.shape) for name, p in block.named_parameters()}
+
+
+def elements(c, lay, name, shape):
+    """Numbers of a parameter on a rank: tp cuts one dimension of it (04), ep the experts (06)."""
+    dim, total = tp.cut_dimension(name), math.prod(shape)
+    if dim is not None:
+        total = total // shape[dim] * -(-shape[dim] // tp.parts(name, lay.tp, c.kv_heads))
+    return total // (lay.ep if ep.is_expert(name) else 1)
+
+
+def group_sizes(lay):
+    """Ranks of each of 09's groups."""
+    n, everyone = lay.dp * lay.cp, lay.dp * lay.cp * lay.tp
+    axes = {axis: getattr(lay, axis) for axis in ("dp", "cp", "tp", "pp", "ep")}
+    more = {"dp·cp": n, "tokens": n, "cp·tp": lay.cp * lay.tp, "dp·cp·tp": everyone}
+    more |= {"edp": everyone // lay.ep, "control": lay.world}
+    return axes | more | {"sharing": combined.sharing_ranks(lay), "ends": combined.table_copies(lay)}
+
+
+def flats(lay, place):
+    """The flat buffers of 03 on a rank of the pipeline: as 09's optimizer has them, but for tensors.
+
+    .flats and .units hold objects with .range {name: (start, stop)}, .used, .length; .stages slices
+    the units of each pipeline stage.
+    """
+    c, sizes = MODELS[lay.model], group_sizes(lay)
+    counts, home = combined.layers_by_stage(lay), {}
+    units, bounds, last = [], [0], len(counts) - 1
+    table, block = (c.vocab, c.dim), block_shapes(c)
+    for stage in combined.my_stages(lay, place):
+        first = sum(counts[:stage])
+        names = [{"embed_tokens.weight": table}] if stage == 0 else []
+        for i in range(first, first + counts[stage]):
+            names.append({f"layers.{i}.{name}": shape for name, shape in block.items()})
+        if stage == last:
+            head = "embed_tokens.weight" if c.tied else "lm_head.weight"
+            names.append({"norm.weight": (c.dim,), head: table})
+        for unit in names:
+            places, rows = combined.placement(lay, unit), {}
+            for name in unit:
+                if name not in home:
+                    rows.setdefault(places[name], []).append(name)
+            for (cut, _), row in rows.items():
+                flat, at = SimpleNamespace(range={}, n=sizes.get(cut, 1), cut=cut), 0
+                for name in row:
+                    size = elements(c, lay, name, unit[name])
+                    flat.range[name] = at, at + size
+                    home[name], at = flat, at + size
+                flat.used, flat.length = at, -(-at // flat.n) * flat.n
+            found = {id(home[name]): home[name] for name in unit}
+            units.append(list(found.values()))
+        bounds.append(len(units))
+    distinct = {id(flat): flat for flat in home.values()}
+    stages = [slice(a, b) for a, b in zip(bounds, bounds[1:])]
+    return SimpleNamespace(flats=list(distinct.values()), units=units, stages=stages)
+
+
+def states(lay, rank):
+    """Bytes by kind that a global rank holds between two steps (03)."""
+    place, inside = divmod(rank, lay.dp * lay.cp * lay.tp)
+    e = combined.DTYPES[lay.dtype].itemsize
+    wide = memory.at_least_fp32(combined.DTYPES[lay.dtype]).itemsize
+    total = dict.fromkeys(("parameters", "gradients", "master copy", "moments"), 0)
+    for flat in flats(lay, place).flats:
+        part = flat.length // flat.n
+        index = {"dp·cp": inside // lay.tp, "edp": inside // lay.ep}.get(flat.cut, 0)
+        mine = min(max(flat.used - index * part, 0), part)  # without the padding at the end
+        total["parameters"] += e * (part if lay.zero == 3 else flat.length)
+        total["gradients"] += wide * (part if lay.zero >= 2 else flat.length)
+        total["master copy"] += wide * part if e < wide else 0
+        total["moments"] += 2 * wide * mine
+    return total
+
+
+def activations(lay, place):
+    """Bytes of a micro-batch between forward and backward: {pipeline stage of this rank: bytes}"""
+    c, dtype = MODELS[lay.model], combined.DTYPES[lay.dtype]
+    e, wide = dtype.itemsize, memory.at_least_fp32(dtype).itemsize
+    B, T, last = lay.micro_batch, lay.seq // lay.cp, lay.pp * lay.v - 1
+    result = {}
+    for stage, row in combined.stage_kinds(lay, place).items():
+        one = tp.held(replace(met_by_a_token(c), layers=1), B, T, dtype, lay.tp, kinds=["none"])
+        kept = one["rope angles"] if row else 0
+        kept += sum(block_bytes(lay, kind) for kind in row)
+        if stage == 0 and lay.tp > 1:
+            kept += one["embedding"]
+        if stage == last:
+            kept += one["final norm"] + one["logits"] + one["loss"]
+        else:
+            kept += e  # what stands for its output in autograd's graph
+        result[stage] = kept
+    return result
+
+
+def block_bytes(lay, kind):
+    """What a block keeps of a micro-batch on a rank, whatever cuts it: 01, 04, 06 and 07 together."""
+    c, dtype, B = MODELS[lay.model], combined.DTYPES[lay.dtype], lay.micro_batch
+    T, e = lay.seq // lay.cp, dtype.itemsize
+    H, K = c.heads // lay.tp, max(c.kv_heads // lay.tp, 1)
+    more = 0
+    if lay.cp > 1 and kind != "full":
+        kept, _ = cp.held(lay.cp_kind, B, lay.seq, H, K, c.head_dim, lay.cp, dtype)
+        ring, _ = cp.held("ring", B, lay.seq, H, K, c.head_dim, lay.cp, dtype)
+        more = kept - ring
+    if not has_experts(c):
+        return tp.held(replace(c, layers=1), B, T, dtype, lay.tp, kinds=[kind])["blocks"] + more
+    n = B * T // lay.tp
+    load = combined.even_load(lay)
+    own = load[: c.experts // lay.ep]
+    if kind != "full":  # a kv head that several ranks hold, they all keep
+        more += 2 * (K - c.kv_heads / lay.tp) * c.head_dim * B * T * e
+    return ep.held(c, B, T // lay.tp, dtype, lay.ep, kind, rows=sum(own) * lay.ep) + int(more)
+
+
+def kept_at_most(lay, rank):
+    """Bytes that a global rank keeps for backward after the forward pass when it keeps most (05)."""
+    c, place = MODELS[lay.model], rank // (lay.dp * lay.cp * lay.tp)
+    kept, wide = activations(lay, place), memory.at_least_fp32(combined.DTYPES[lay.dtype]).itemsize
+    layers = sum(map(len, combined.stage_kinds(lay, place).values()))
+    flying = most = summed = 0
+    for action in combined.actions(lay)[place]:
+        if action.kind == "F":
+            flying += kept[action.stage]
+            most = max(most, flying + summed)
+        else:
+            flying -= kept[action.stage]
+            summed = wide * layers if has_experts(c) else 0  # the auxiliary losses up to now
+    return most + 8 + wide  # the valid tokens of the batch, the loss up to now
+
+
+def executed(lay, rank):
+    """(FLOPs in matmuls, in attention) of a step of a global rank."""
+    c, place = MODELS[lay.model], rank // (lay.dp * lay.cp * lay.tp)
+    n, last = lay.micro_batch * lay.seq // lay.cp, lay.pp * lay.v - 1
+    H, K = c.heads // lay.tp, max(c.kv_heads // lay.tp, 1)
+    weights = 2 * n * c.dim * (H + K) * c.head_dim
+    if has_experts(c):
+        own = combined.even_load(lay)[: c.experts // lay.ep]
+        weights += n // lay.tp * c.dim * (c.experts + 3 * c.ffn * c.shared)
+        weights += sum(own) * lay.ep * 3 * c.dim * c.ffn
+    else:
+        weights += n * 3 * c.dim * c.ffn // lay.tp
+    product = lay.micro_batch * H * c.head_dim * lay.seq * lay.seq // lay.cp  # causal: half of 2
+    matmuls = attention = 0
+    for stage, row in combined.stage_kinds(lay, place).items():
+        again = row.count("full")
+        matmuls += 2 * (3 * len(row) + again) * weights
+        attention += product * (7 * len(row) + 2 * again)
+        if stage == last:
+            matmuls += 6 * n * -(-c.vocab // lay.tp) * c.dim
+    return lay.m * matmuls, lay.m * attention
+
+
+def sent(lay, rank):
+    """Calls and bytes that a global rank sends in a step: {(group, collective): (calls, bytes)}"""
+    c, place, sizes = MODELS[lay.model], rank // (lay.dp * lay.cp * lay.tp), group_sizes(lay)
+    costs = combined.weights_sent(lay, flats(lay, place), sizes, place)
+    for key, (calls, size) in combined.activations_sent(lay, place).items():
+        costs[key] = combined.add(costs.get(key), (lay.m * calls, lay.m * size))
+    if has_experts(c):
+        load, size = combined.even_load(lay), c.experts // lay.ep
+        me = rank % (lay.dp * lay.cp * lay.tp) % lay.ep
+        own = sum(load[me * size : (me + 1) * size])
+        kinds_ = sum(combined.stage_kinds(lay, place).values(), [])
+        cost, dtype = (0, 0), combined.DTYPES[lay.dtype]
+        for kind in kinds_:
+            rows = ep.sent(c, 0, dtype, lay.ep, kind, sum(load) - own, (lay.ep - 1) * own)
+            for calls, size in (rows, ep.sent_counts(c, lay.ep, kind)):
+                cost = combined.add(cost, (lay.m * calls, lay.m * size))
+        costs["ep", "all_to_all"] = cost
+        if kinds_:
+            loads = dp.sent([8 * len(kinds_) * c.experts], sizes["dp·cp·tp"])
+            costs["dp·cp·tp", "all_reduce"] = loads
+    if lay.pp > 1:
+        hidden = lay.micro_batch * lay.seq // lay.cp // lay.tp * c.dim
+        shape = lay.pp, lay.m, lay.v, place, hidden * combined.DTYPES[lay.dtype].itemsize
+        costs["pp", "send"] = pp.sent(lay.schedule, *shape)
+    costs["tokens", "all_reduce"] = dp.sent([8], sizes["tokens"])
+    costs["control", "all_reduce"] = dp.sent([24], sizes["control"])
+    return {key: cost for key, cost in costs.items() if cost[1]}
