@@ -922,12 +922,8 @@ def gpu_hours(flops, peak, mfu):
     return flops / (peak * mfu) / 3600 if peak else None
 
 
-def counted_flops(run, **more):
-    """executed_flops as torch counts them, told what the CPU's fused attention kernel computes.
-
-    more: for other operators that torch has no count of, a function of their shapes: they count
-    as matmuls.
-    """
+def counted_flops(run):
+    """executed_flops as torch counts them, told what the CPU's fused attention kernel computes."""
 
     def forward(q, k, v, dropout=0.0, causal=False, out_shape=None, **_):  # shapes for tensors
         return 2 * 2 * math.prod(q) * k[2] // (2 if causal else 1)
@@ -940,8 +936,7 @@ def counted_flops(run, **more):
         aten._scaled_dot_product_flash_attention_for_cpu: forward,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
     }
-    more = {getattr(aten, name): count for name, count in more.items()}
-    with FlopCounterMode(display=False, custom_mapping=fused | more) as counter:
+    with FlopCounterMode(display=False, custom_mapping=fused) as counter:
         run()
     counts = counter.get_flop_counts()["Global"]
     attention = sum(n for op, n in counts.items() if op in fused)

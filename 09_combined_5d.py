@@ -37,6 +37,8 @@ from unittest import mock
 import torch
 import torch._dynamo  # torch.optim would import it (1.6 s): here once, not in every forked rank
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 memory = import_module("01_memory")  # the model
 dp = import_module("02_dp")  # ranks, samples, data parallelism
@@ -1171,22 +1173,44 @@ def dry_step(args, world):
         step = (model, pipeline, optimizer, groups, batches, my_positions(args, groups, "cpu"))
         live, most = memory.Live(held=partial(everything_held, optimizer, model, step)), [0]
         pipeline.forward = partial(_note_activations, pipeline, pipeline.forward, live, most)
-        with live, dp.Wire() as wire:
+        with live, dp.Wire() as wire, Flops() as flops:
             train_step(*step, args.lr)
         held = optimizer.tensors()
-        # A second step, as torch's counter holds on to activations.
-        del pipeline.forward
-        flops = memory.counted_flops(lambda: train_step(*step, args.lr), _grouped_mm=grouped_flops)
     if has_experts(args):
         load = torch.tensor(even_load(args)) * micro_batches(args)
         loads = [load] * len(ep.moe_layers(model))
-    return SimpleNamespace(held=held, activations=most[0], peak=live.peak, flops=flops, wire=wire,
+    return SimpleNamespace(held=held, activations=most[0], peak=live.peak, wire=wire,
+                           flops=(flops.matmuls, flops.attention),
                            optimizer=optimizer, groups=groups, loads=loads)  # fmt: skip
 
 
-def grouped_flops(a, b, *_, **__):
-    """Of 06's products of rows with their own expert's matrix, from the shapes of both."""
-    return 2 * math.prod(a) * b[-1]
+class Flops(TorchDispatchMode):
+    """Counts FLOPs by torch's own rules, told of what these do not know.
+
+    (torch's FlopCounterMode also keeps track of modules, by hooks that hold on to activations.)
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.matmuls = self.attention = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out, aten, packet = op(*args, **(kwargs or {})), torch.ops.aten, op._overloadpacket
+        if packet is aten._scaled_dot_product_flash_attention_for_cpu:  # scores, and what they pick
+            (q, k), causal = args[:2], args[4:5] == (True,)  # defaults are left out
+            self.attention += 2 * 2 * q.numel() * k.shape[2] // (2 if causal else 1)
+        elif packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:  # scores again
+            (q, k), causal = args[1:3], args[7]
+            self.attention += 5 * 2 * q.numel() * k.shape[2] // (2 if causal else 1)
+        elif packet is aten._grouped_mm:  # 06: rows by the matrix of their own expert
+            self.matmuls += 2 * args[0].numel() * args[1].shape[-1]
+        elif packet in flop_registry:
+            self.matmuls += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+        return out
 
 
 def everything_held(optimizer, model, step):
