@@ -30,6 +30,7 @@ import argparse
 import difflib
 import json
 import math
+import re
 import sys
 import time
 from dataclasses import asdict, dataclass, fields, replace
@@ -752,3 +753,457 @@ def sent(lay, rank):
     costs["tokens", "all_reduce"] = dp.sent([8], sizes["tokens"])
     costs["control", "all_reduce"] = dp.sent([24], sizes["control"])
     return {key: cost for key, cost in costs.items() if cost[1]}
+
+
+# --- 9. Advice beside the ranking -----------------------------------------------------------------
+
+N = memory.parameter_count
+
+
+def alone(lay):
+    return sum(n > 1 for n in (lay.dp * lay.cp, lay.tp, lay.pp)) <= 1
+
+
+# (who says so, what, when it applies, does a layout obey?). The playbook's decision tree, then the
+# five steps that are often quoted from it.
+RULES = [
+    ("playbook", "under 10B parameters: one technique alone", lambda c, hw, g: N(c) < 10e9,
+     lambda hw, lay: alone(lay)),
+    ("playbook", "10B to 100B: tp 8 with pp, or ZeRO-3 with or without it",
+     lambda c, hw, g: 10e9 <= N(c) <= 100e9,
+     lambda hw, lay: lay.tp == 8 and (lay.pp > 1 or lay.zero == 3) or alone(lay) and lay.zero == 3),
+    ("playbook", "512 GPUs: dp not alone", lambda c, hw, g: g >= 512,
+     lambda hw, lay: lay.tp * lay.pp > 1),
+    ("playbook", "1,024 GPUs: tp 8, pp and ZeRO-2", lambda c, hw, g: g >= 1024,
+     lambda hw, lay: lay.tp == 8 and lay.pp > 1 and lay.zero == 2),
+    ("playbook", "experts: ep", lambda c, hw, g: has_experts(c), lambda hw, lay: lay.ep > 1),
+    ("playbook", "tp first, as far as the node goes", lambda c, hw, g: g >= hw.node,
+     lambda hw, lay: lay.tp == min(hw.node, 8)),
+    ("playbook", "tp never leaves the node", lambda c, hw, g: True,
+     lambda hw, lay: lay.tp <= hw.node),
+    ("often said", "a model beyond one node: pp",
+     lambda c, hw, g: 18 * N(c) > hw.node * hw.memory, lambda hw, lay: lay.pp > 1),
+    ("often said", "short of memory: recompute, and sequence parallelism",
+     lambda c, hw, g: True, lambda hw, lay: lay.recompute != "none" and lay.tp > 1),
+    ("often said", "memory to spare: larger micro-batches, more dp", lambda c, hw, g: True,
+     lambda hw, lay: lay.micro_batch > 1 and lay.tp * lay.pp * lay.cp == 1),
+    ("often said", "the GPU idles: accumulate gradients", lambda c, hw, g: True,
+     lambda hw, lay: lay.m > 1),
+]  # fmt: skip
+NAMED = {  # layouts that are often named for a model
+    "llama3-70b": ("TP 8 x PP 4", dict(tp=8, pp=4, cp=1)),
+    "smollm-1.7b": ("TP 2", dict(tp=2, pp=1, cp=1)),
+}
+
+
+def advice(hw, model, gpus, found):
+    """[(who, rule, the best layout that obeys or None, by how much it is slower)]"""
+    result = []
+    for who, rule, applies, obeys in RULES:
+        if applies(MODELS[model], hw, gpus):
+            best = next((e for e in found if obeys(hw, e.layout)), None)
+            result.append((who, rule, best, best and found[0].speed / best.speed - 1))
+    return result
+
+
+def pitfalls(hw, st, found):
+    """[(mistake, what it costs)], beside the best layout found."""
+    best, lay = found[0], found[0].layout
+    rows = []
+
+    def slower(name, other):
+        cost = "nothing of the kind fits" if other is None else f"{best.speed / other.speed - 1:+.1%} time"
+        rows.append((name, cost))
+
+    def first(chosen):
+        return next((e for e in found if chosen(e.layout)), None)
+
+    slower("tp over two nodes", first(lambda x: x.tp > hw.node))
+    slower("fewer micro-batches than stages", first(lambda x: x.pp > x.m))
+    exposed = replace(st, behind=0.0)
+    slower("gradients and gathers not behind other work", estimate(hw, exposed, lay))
+    slower("every layer recomputed", estimate(hw, st, replace(lay, recompute="full")))
+    small = estimate(hw, st, replace(lay, micro_batch=1))
+    slower("micro-batch of 1" + " (as it is)" * (lay.micro_batch == 1), small)
+    large = replace(lay, micro_batch=2 * lay.micro_batch, batch=2 * lay.batch)
+    most = peak(hw, st, large)[0]
+    rows.append((f"micro-batch of {large.micro_batch}",
+                 f"{most / 1e9:.0f} GB" + " does not fit" * (most > room(hw, st))))  # fmt: skip
+    held_ = held(hw, st, lay, best.rank)
+    exact = held_["master copy"] + held_["moments"]
+    rows.append(("optimizer all in fp32", f"{exact / 1e9:.1f} GB, {exact / 2e9:.1f} with bf16 moments"
+                 " and no copy"))  # fmt: skip
+    return rows
+
+
+# --- 10. What a reader sees -----------------------------------------------------------------------
+
+CUT_BY = {
+    "parameters": "tp, pp, ep; dp·cp with ZeRO-3",
+    "gradients": "tp, pp, ep; dp·cp from ZeRO-2 on",
+    "master copy": "tp, pp, ep; dp·cp from ZeRO-1 on",
+    "moments": "tp, pp, ep; dp·cp from ZeRO-1 on",
+    "activations": "tp, cp; not by pp, which keeps several micro-batches",
+    "logits and loss": "tp, cp; on the last stage alone",
+}
+WHY = {
+    "products": "FLOPs / the rate that products reach, and traffic",
+    "attention": "its FLOPs / the rate of its kernel",
+    "elementwise": "bytes / memory bandwidth",
+    "recomputed": "forward passes again",
+    "head and loss": "on the slowest rank of the pipeline",
+    "tp": "what no product hides",
+    "cp": "what attention does not hide",
+    "ep": "nothing hides it",
+    "waiting for the host": "launches take longer than the work",
+    "gradients, each time": "ZeRO-2 and 3 sum them every micro-batch",
+    "weights gathered": "ZeRO-3, twice a micro-batch; what is not hidden",
+    "pipeline fill": "idle until all stages have work, and after",
+    "pipeline transfers": "until the last stage has its first",
+    "gradients": "once a step; what the last backward does not hide",
+    "weights spread": "after the step, from those who own them",
+    "optimizer": "bytes / memory bandwidth",
+    "other": "clipping, logging, the next batch",
+}
+
+
+def show_layout(hw, st, lay, gpu):
+    """All lines of the estimate of one layout."""
+    e, c = estimate(hw, st, lay), MODELS[lay.model]
+    print(f"10 plan   {lay.model}   {lay.world:,} x {gpu}   {lay}\n"
+          f"batch {lay.batch:,} x {lay.seq:,} = {lay.batch * lay.seq / 2**20:.3g}M tokens\n")  # fmt: skip
+    rows = [[k, f"{t:.3f}", f"{t / e.seconds:.1%}", WHY[k]] for k, t in e.lines.items() if t > 5e-4]
+    dp.table(["a step, slowest rank", "seconds", "", ""], rows)
+    print(f"{'sum':22}{e.seconds:.3f}   {e.speed:,.0f} tokens/s/GPU   MFU {e.mfu(hw):.1%}\n")
+    lines = held(hw, st, lay, e.rank)
+    dp.table([f"memory, pipeline rank {e.rank}", "GB", "cut by"],
+             [[kind, f"{size / 1e9:.2f}", CUT_BY[kind]] for kind, size in lines.items()])  # fmt: skip
+    fits = "fits" if e.fits else "does NOT fit"
+    print(f"sum {e.peak / 1e9:.1f} of {room(hw, st) / 1e9:.1f} GB: {fits}\n")
+    rank = e.rank * lay.dp * lay.cp * lay.tp
+    moved = {key: cost for key, cost in sent(lay, rank).items() if cost[1] > 1e5}
+    sizes = group_sizes(lay)
+    dp.table(["sent in a step", "by", "ranks", "calls", "GB"],
+             [[*key, sizes[key[0]], int(calls), f"{float(size) / 1e9:.2f}"]
+              for key, (calls, size) in moved.items()])  # fmt: skip
+    return e
+
+
+def row_of(hw, e, name=""):
+    cells = f"{e.speed:,.0f}", f"{e.mfu(hw):.1%}", f"{e.peak / 1e9:.0f}", f"{e.seconds:.2f}"
+    return [name, str(e.layout), *cells]
+
+
+HEAD = ["", "layout", "tokens/s/GPU", "MFU", "GB", "step, s"]
+
+
+def whole_run(model, e, tokens, price):
+    tokens = tokens or 20 * N(met_by_a_token(MODELS[model]))
+    hours = tokens / e.speed / 3600
+    days = hours / e.layout.world / 24
+    return (f"{tokens:.3g} tokens: {days:,.1f} days, {hours:,.0f} GPU-hours,"
+            f" ${hours * price:,.0f} at ${price} an hour")  # fmt: skip
+
+
+def show_search(hw, st, args, gpus, batch):
+    """The ranking for one cluster; -> the estimates"""
+    begin = time.perf_counter()
+    found, seen = search(hw, st, args.model, gpus, batch, args.seq, args.fixed)
+    took = time.perf_counter() - begin
+    print(f"10 plan   {args.model}   {gpus:,} x {args.gpu}   batch {batch:,} x {args.seq:,} ="
+          f" {batch * args.seq / 2**20:.3g}M tokens\n{seen:,} layouts, {len(found):,} fit in"
+          f" {room(hw, st) / 1e9:.1f} GB, {took:.1f} s; stack {args.stack}\n")  # fmt: skip
+    if not found:
+        return found
+    rows = [row_of(hw, e, str(i)) for i, e in enumerate(found[: args.top], 1)]
+    if args.model in NAMED:
+        title, degrees_ = NAMED[args.model]
+        fit = (e for e in found if all(getattr(e.layout, a) == n for a, n in degrees_.items()))
+        if e := next(fit, None):
+            rows.append(row_of(hw, e, f"{found.index(e) + 1} {title}"))
+    dp.table(HEAD, rows)
+    print()
+    table = []
+    for who, rule, best, cost in advice(hw, args.model, gpus, found):
+        verdict = "fits nowhere" if best is None else "agrees" if cost < 0.02 else f"+{cost:.0%} time"
+        table.append([who, rule, verdict])
+    dp.table(["rule of", "", "ranking"], table)
+    print()
+    dp.table(["a mistake", "beside the best"], [list(row) for row in pitfalls(hw, st, found)])
+    print("\n" + whole_run(args.model, found[0], args.tokens, args.price or hw.price))
+    return found
+
+
+def show_sweep(hw, st, args, low, high):
+    """The best layout for every power of two of GPUs."""
+    print(f"10 plan   {args.model}   {low:,} to {high:,} x {args.gpu}   stack {args.stack}\n")
+    rows, gpus = [], low
+    while gpus <= high:
+        batch = max(args.batch or round(args.batch_tokens / args.seq), gpus // 16)
+        found, _ = search(hw, st, args.model, gpus, batch, args.seq, args.fixed)
+        rows.append(row_of(hw, found[0], f"{gpus:,}") if found else [f"{gpus:,}", "none fits", *4 * "-"])
+        gpus *= 2
+    dp.table(["GPUs", *HEAD[1:]], rows)
+    return rows
+
+
+# --- 11. Calibration ------------------------------------------------------------------------------
+
+
+def seconds_of(work, device, rounds=5):
+    """The best of several, after one to warm up."""
+
+    def now():
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    work()
+    times = []
+    for _ in range(rounds):
+        begin = now()
+        work()
+        times.append(now() - begin)
+    return min(times)
+
+
+def all_reduce_rate(megabytes):
+    """A rank's part in measuring the link: bytes a second that a rank sends."""
+    device = dp.device()
+    x = torch.zeros(megabytes * 2**18, device=device)
+    seconds = seconds_of(lambda: torch.distributed.all_reduce(x), device)
+    _, size = dp.sent([x.numel() * 4], torch.distributed.get_world_size())
+    return float(size) / seconds
+
+
+def calibrate(path, ranks):
+    """Measure this machine and write it as an entry of HARDWARE."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device).lower() if cuda else "cpu"
+    known = HARDWARE.get(next((k for k in HARDWARE if k in name.replace(" ", "")), None))
+    n, dtype = (8192, BF16) if cuda else (768, torch.float32)
+    x = torch.randn(n, n, device=device, dtype=dtype)
+    rate = 2 * n**3 / seconds_of(lambda: x @ x, device)
+    big = torch.zeros(2**28 if cuda else 2**24, device=device, dtype=torch.uint8)
+    hbm = 2 * len(big) / seconds_of(big.clone, device)
+    entry = known or Hardware(rate, 0, 1.0, 8e9, hbm, ranks, 1e9, 1, 1e9, 0.0)
+    entry = replace(entry, sustained=rate / entry.peak, hbm=hbm)
+    if cuda:
+        entry = replace(entry, memory=float(torch.cuda.get_device_properties(device).total_memory))
+        ranks = torch.cuda.device_count()
+    if ranks > 1:
+        inside = min(dp.launch(all_reduce_rate, ranks, 64 if cuda else 4))
+        entry = replace(entry, node=ranks, inside=inside / entry.reached)
+    c = replace(memory.PRESETS["tiny"], layers=8)
+    model, tokens = memory.build(c, dtype=dtype, device=device), torch.zeros(1, 8, dtype=torch.int64)
+    tokens = tokens.to(device)
+
+    def step():
+        model.loss(model(tokens), tokens).backward()
+
+    host = seconds_of(step, device) / c.layers  # so little work that launching is all there is
+    with open(path, "w") as file:
+        json.dump({"hardware": asdict(entry), "stack": {"host": host}}, file, indent=1)
+    print(f"10 calibrate   {name}   torch {torch.__version__}\n")
+    dp.table(["measured", ""], [
+        [f"products of {n} x {n}, {str(dtype)[6:]}", f"{rate / 1e12:.3g} TFLOP/s"],
+        ["share of the peak", f"{entry.sustained:.1%}" if known else "peak not known: taken as it"],
+        ["own memory", f"{hbm / 1e9:.3g} GB/s"],
+        ["link", f"{entry.inside * entry.reached / 1e9:.3g} GB/s, {ranks} ranks" if ranks > 1 else "one GPU"],
+        ["host", f"{host * 1e3:.2f} ms a layer, forward and backward"],
+    ])  # fmt: skip
+    print(f"\nwritten to {path}; use it with --hardware {path}")
+
+
+def read_hardware(path):
+    with open(path) as file:
+        saved = json.load(file)
+    known = saved["hardware"]
+    known["curve"] = tuple(map(tuple, known["curve"]))
+    return Hardware(**known), saved.get("stack", {})
+
+
+# --- 12. Run --------------------------------------------------------------------------------------
+
+AXES = ("dp", "cp", "tp", "pp", "ep", "zero", "recompute", "micro_batch", "schedule")
+
+
+def number(text):
+    """4M, 512k, 15T: for a batch K and M are powers of two, as batches are; see tokens."""
+    match = re.fullmatch(r"([\d.]+)([kKmM]?)", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number such as 4M")
+    return float(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()]
+
+
+def many(text):
+    match = re.fullmatch(r"([\d.]+(?:e\d+)?)([bBtT]?)", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number such as 15T")
+    return float(match[1]) * {"": 1, "b": 1e9, "t": 1e12}[match[2].lower()]
+
+
+def cluster(text):
+    """"512" or "8-4096"."""
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if not match or not 0 < int(match[1]) <= int(match[2] or match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r}: a number of GPUs such as 512, or 8-4096")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def parse(argv=None):
+    p = argparse.ArgumentParser(description="which layout to use on a cluster; see the docstring")
+    p.add_argument("--model", default="llama3-70b", help=", ".join(MODELS))
+    for axis in ("dp", "cp", "tp", "pp", "ep", "zero", "micro-batch"):
+        p.add_argument(f"--{axis}", type=int, help="fix it (as in 09)")
+    p.add_argument("--recompute", help="none, selective, full, full:K")
+    p.add_argument("--schedule", help="1f1b, interleaved, …")
+    p.add_argument("--seq", type=int, default=8192)
+    p.add_argument("--batch", type=int, help="global, in sequences")
+    p.add_argument("--batch-tokens", type=number, default=4 * 2**20, help="instead; M is 2^20")
+    p.add_argument("--gpus", type=cluster, help="search the layouts for so many; 8-4096: for each"
+                   " power of two")  # fmt: skip
+    p.add_argument("--gpu", default="h100", help=", ".join(HARDWARE))
+    p.add_argument("--hardware", metavar="FILE", help="an entry that --calibrate wrote")
+    p.add_argument("--stack", default="fused", help=", ".join(STACKS))
+    p.add_argument("--fp8", action="store_true", help="products in FP8")
+    p.add_argument("--tokens", type=many, help="of the whole run (default: 20 a parameter)")
+    p.add_argument("--price", type=float, help="dollars for a GPU-hour")
+    p.add_argument("--top", type=int, default=8, help="rows of the ranking")
+    p.add_argument("--dry-run", action="store_true", help="09's dry run of the layout, in seconds")
+    p.add_argument("--rank", type=int, default=0, help="of the dry run")
+    p.add_argument("--calibrate", metavar="FILE", help="measure this machine, write its entry")
+    args = p.parse_args(argv)
+    args.fixed = {axis: value for axis in AXES if (value := getattr(args, axis)) is not None}
+    return args
+
+
+def unknown(flag, value, choices):
+    near = difflib.get_close_matches(str(value), choices, 1)
+    hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(choices)}"
+    return [] if value in choices else [f"{flag} {value}: {hint}"]
+
+
+def one_layout(args):
+    """The layout that the flags describe; what they leave open is as small as can be."""
+    axes = {axis: value for axis, value in args.fixed.items() if axis != "zero"}
+    lay = Layout(args.model, **axes, zero=args.zero or 0, seq=args.seq)
+    unit = lay.dp * lay.micro_batch
+    batch = args.batch or max(round(args.batch_tokens / args.seq / unit), 1) * unit
+    return replace(lay, batch=batch)
+
+
+def arguments_of_09(lay, rank=0):
+    """The same for 09, which checks them."""
+    theirs = combined.parse([])
+    for f in fields(lay):
+        setattr(theirs, f.name, getattr(lay, f.name))
+    theirs.dry_run, theirs.world, theirs.rank = True, lay.world, rank
+    return theirs
+
+
+def show_dry_run(hw, st, lay, rank):
+    """09's dry run, and what its counts take; -> what is wrong"""
+    theirs = arguments_of_09(lay, rank)
+    code = combined.dry_run(theirs, lay.world)
+    e = estimate(hw, st, lay)
+    flops = sum(executed(lay, rank))
+    print(f"\n{flops / (hw.peak * hw.sustained * st.matmul):.3f} s for these FLOPs at what products"
+          f" reach; the whole step {e.seconds:.3f} s")  # fmt: skip
+    return ["the dry run differs from 09's formulas"] * code
+
+
+def wrong_arguments(args):
+    wrong = unknown("--model", args.model, list(MODELS))
+    if not args.hardware:
+        wrong += unknown("--gpu", args.gpu, list(HARDWARE))
+    wrong += unknown("--stack", args.stack, list(STACKS))
+    for name in ("seq", "batch", "top", "dp", "cp", "tp", "pp", "ep", "micro_batch"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            wrong.append(f"--{name.replace('_', '-')} {value}: at least 1")
+    if args.recompute and not re.fullmatch(r"none|selective|full(:\d+)?", args.recompute):
+        wrong += unknown("--recompute", args.recompute, ["none", "selective", "full"])
+    if args.schedule:
+        wrong += unknown("--schedule", args.schedule, list(pp.schedules()))
+    if not wrong and not args.gpus and args.fixed:
+        lay = one_layout(args)
+        wrong = combined.violations(arguments_of_09(lay, args.rank), lay.world)
+    return wrong
+
+
+def nothing_fits(hw, st, args, gpus, batch):
+    """Why, with the smallest number of GPUs that would do."""
+    more = gpus
+    while more < 2**17:
+        more *= 2
+        found, _ = search(hw, st, args.model, more, max(batch, more // 64), args.seq, args.fixed)
+        if found:
+            return f"no layout of {args.model} fits on {gpus} x {args.gpu}: --gpus {more} would do"
+    return f"no layout of {args.model} fits on {gpus} x {args.gpu}, nor on more with these flags"
+
+
+def story(hw, st, args):
+    """Without arguments: a plan, one layout's estimate, and both held against a dry run."""
+    args.top = 4
+    found = show_search(hw, st, args, 512, 512)
+    print()
+    show_layout(hw, st, replace(found[0].layout, tp=8, pp=4, cp=1, dp=16, zero=1, micro_batch=1,
+                                recompute="none", schedule="1f1b"), args.gpu)  # fmt: skip
+    return check_dry_run(Layout("tiny", dp=2, tp=2, pp=2, zero=1, seq=32, batch=4), rank=6)
+
+
+def check_dry_run(lay, rank):
+    """Are the closed forms those of the real step? -> what is wrong"""
+    found = combined.dry_step(arguments_of_09(lay, rank), lay.world)
+    size = {kind: sum(t.numel() * t.element_size() for t in ts) for kind, ts in found.held.items()}
+    wire = {key: (found.wire.calls[key], n) for key, n in found.wire.bytes.items() if n}
+    pairs = {kind: (states(lay, rank)[kind], n) for kind, n in size.items()}
+    pairs["kept for backward"] = kept_at_most(lay, rank), found.activations
+    pairs["FLOPs"] = sum(executed(lay, rank)), sum(found.flops)
+    pairs["sent, all axes"] = (sum(n for _, n in sent(lay, rank).values()), sum(found.wire.bytes.values()))
+    torch.distributed.destroy_process_group()
+    print(f"\nfor {lay.model}, {lay}, rank {rank}")
+    dp.table(["", "by formula", "in a dry run of 09"], [[k, *pair] for k, pair in pairs.items()])
+    wrong = [kind for kind, (ours, theirs) in pairs.items() if ours != theirs]
+    return wrong + ["calls"] * (sent(lay, rank) != wire)
+
+
+def main(argv=None):
+    args = parse(argv)
+    torch.set_num_threads(1)
+    if args.calibrate:
+        calibrate(args.calibrate, 2)
+        print("10_plan OK")
+        return 0
+    if wrong := wrong_arguments(args):
+        print("\n".join(f"10_plan: {rule}" for rule in wrong), file=sys.stderr)
+        return 2
+    hw, st, wrong = HARDWARE.get(args.gpu), STACKS[args.stack], []
+    if args.hardware:
+        hw, more = read_hardware(args.hardware)
+        st, args.gpu = replace(st, **more), args.hardware
+    if args.fp8:
+        st = replace(st, fp8=True)
+    if args.dry_run:
+        wrong = show_dry_run(hw, st, one_layout(args), args.rank)
+    elif args.gpus and args.gpus[0] != args.gpus[1]:
+        show_sweep(hw, st, args, *args.gpus)
+    elif args.gpus:
+        batch = args.batch or round(args.batch_tokens / args.seq)
+        if not show_search(hw, st, args, args.gpus[0], batch):
+            print("10_plan: " + nothing_fits(hw, st, args, args.gpus[0], batch), file=sys.stderr)
+            return 2
+    elif args.fixed:
+        lay = one_layout(args)
+        e = show_layout(hw, st, lay, args.gpu)
+        print("\n" + whole_run(lay.model, e, args.tokens, args.price or hw.price))
+    else:
+        wrong = story(hw, st, args)
+    print("\n10_plan FAIL: " + "; ".join(wrong) if wrong else "\n10_plan OK")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
