@@ -1234,9 +1234,11 @@ def dry_run(args, world):
     step, sizes = dry_step(args, world), layout(args)
     axes = " · ".join(f"{axis} {n}" for axis, n in sizes.items())
     print(f"09 dry run   rank {args.rank} of {world} = {axes}   {args.model}   {args.dtype}\n")
-    rows = [[n, len(ts), sum(t.numel() * t.element_size() for t in ts)] for n, ts in step.held.items()]
-    dp.table(["held", "tensors", "bytes"], rows)
-    print(f"\nkept for backward at most {step.activations:,} bytes; the fullest moment {step.peak:,}")
+    dp.table(
+        ["held", "tensors", "bytes"],
+        [[n, len(ts), sum(t.numel() * t.element_size() for t in ts)] for n, ts in step.held.items()],
+    )
+    print(f"\nkept for backward: {step.activations:,} bytes; the fullest moment: {step.peak:,}")
     print(f"FLOPs: {step.flops[0]:,} in matmuls, {step.flops[1]:,} in attention")
     if has_experts(args):
         print("every expert is taken to get as many tokens as every other")

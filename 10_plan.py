@@ -80,7 +80,7 @@ class Hardware:
         return self.cards * self.card / self.node
 
 
-# From the makers' data sheets; `sustained` from public benchmarks of their matmul libraries, rounded.
+# From the makers' data sheets; `sustained`, rounded, from public benchmarks of their libraries.
 HARDWARE = {
     "a100": Hardware(312e12, 0, 0.87, 85.9e9, 2.04e12, 8, 300e9, 8, 25e9, 1.5),
     "h100": Hardware(989.4e12, 1979e12, 0.70, 85.5e9, 3.35e12, 8, 450e9, 8, 50e9, 2.5),
@@ -90,8 +90,8 @@ HARDWARE = {
     "mi300x": Hardware(1307e12, 2615e12, 0.50, 206e9, 5.3e12, 8, 448e9, 8, 50e9, 2.5),
 }
 # The playbook's cluster: H100s, 32 cards of 100 Gbit/s a node (AWS). What its collectives of 256 MB
-# reached, in 1e9 bytes/s, by the number of nodes that took part; the means of many runs. A hop: what
-# each of a block's 10 calls took longer with tp 16 than with tp 8, at the smallest micro-batch.
+# reached, in 1e9 bytes/s, by the number of nodes that took part; the means of many runs. A hop is
+# what each of a block's 10 calls took longer with tp 16 than with tp 8, at small micro-batches.
 MEASURED = [
     (1, 436.0, 249.8, 249.7), (2, 361.7, 184.6, 181.6), (4, 160.1, 119.0, 115.8),
     (8, 99.6, 69.0, 68.6), (16, 84.7, 55.0, 54.5), (32, 64.9, 28.0, 27.9), (64, 32.9, 11.0, 11.1),
@@ -338,8 +338,8 @@ def room(hw, st):
 
 def product(hw, st, n, k, m, weights=1, fp8=False):
     """Seconds of (n, k) x (k, m): arithmetic, then the traffic that makes thin matrices slow."""
-    peak = hw.fp8 if fp8 else hw.peak
-    return 2 * n * k * m / (peak * hw.sustained * st.matmul) + E * (n * k + weights * k * m + n * m) / hw.hbm
+    rate = (hw.fp8 if fp8 else hw.peak) * hw.sustained * st.matmul
+    return 2 * n * k * m / rate + E * (n * k + weights * k * m + n * m) / hw.hbm
 
 
 @lru_cache(None)
@@ -589,11 +589,12 @@ def group_sizes(lay):
     axes = {axis: getattr(lay, axis) for axis in ("dp", "cp", "tp", "pp", "ep")}
     more = {"dp·cp": n, "tokens": n, "cp·tp": lay.cp * lay.tp, "dp·cp·tp": everyone}
     more |= {"edp": everyone // lay.ep, "control": lay.world}
-    return axes | more | {"sharing": combined.sharing_ranks(lay), "ends": combined.table_copies(lay)}
+    more |= {"sharing": combined.sharing_ranks(lay), "ends": combined.table_copies(lay)}
+    return axes | more
 
 
 def flats(lay, place):
-    """The flat buffers of 03 on a rank of the pipeline: as 09's optimizer has them, but for tensors.
+    """The flat buffers of 03 on a rank of the pipeline, as in 09's optimizer but without tensors.
 
     .flats and .units hold objects with .range {name: (start, stop)}, .used, .length; .stages slices
     the units of each pipeline stage.
@@ -668,7 +669,7 @@ def activations(lay, place):
 
 
 def block_bytes(lay, kind):
-    """What a block keeps of a micro-batch on a rank, whatever cuts it: 01, 04, 06 and 07 together."""
+    """What a block keeps of a micro-batch on a rank, whatever cuts it: 01, 04, 06, 07 together."""
     c, dtype, B = MODELS[lay.model], combined.DTYPES[lay.dtype], lay.micro_batch
     T, e = lay.seq // lay.cp, dtype.itemsize
     H, K = c.heads // lay.tp, max(c.kv_heads // lay.tp, 1)
@@ -688,7 +689,7 @@ def block_bytes(lay, kind):
 
 
 def kept_at_most(lay, rank):
-    """Bytes that a global rank keeps for backward after the forward pass when it keeps most (05)."""
+    """Bytes a global rank keeps for backward, after the forward pass when these are most (05)."""
     c, place = MODELS[lay.model], rank // (lay.dp * lay.cp * lay.tp)
     kept, wide = activations(lay, place), memory.at_least_fp32(combined.DTYPES[lay.dtype]).itemsize
     layers = sum(map(len, combined.stage_kinds(lay, place).values()))
@@ -701,6 +702,46 @@ def kept_at_most(lay, rank):
             flying -= kept[action.stage]
             summed = wide * layers if has_experts(c) else 0  # the auxiliary losses up to now
     return most + 8 + wide  # the valid tokens of the batch, the loss up to now
+
+
+def temporaries(lay, rank):
+    """{instant: bytes beyond states and activations} for the instants that can be the fullest.
+
+    Not counted: the weights that ZeRO-3 has gathered; they come and go behind the meter's back.
+    """
+    c, dtype, place = MODELS[lay.model], combined.DTYPES[lay.dtype], rank // (lay.world // lay.pp)
+    e, wide, n = dtype.itemsize, memory.at_least_fp32(dtype).itemsize, lay.micro_batch * lay.seq // lay.cp
+    hidden, made = n * c.dim * e, e + wide * (e < wide)  # a weight gradient, then accumulated in fp32
+    entered = 2 * hidden if lay.tp > 1 else 0  # x gathered again, and its gradient before the sum
+    always = pp.Pipeline.IN_THE_AIR * hidden // lay.tp if lay.pp > 1 else 0
+    if lay.zero >= 2:
+        sizes = [flat.length for flat in flats(lay, place).flats] + [0]
+        always += wide * max(a + b for a, b in zip(sizes, sizes[1:]))  # travelling, and being made
+    at, kinds_ = {}, combined.stage_kinds(lay, place)
+    if has_experts(c):
+        rows, own = sum(combined.even_load(lay)[: c.experts // lay.ep]) * lay.ep, c.experts // lay.ep
+        part, weight = rows * c.ffn * e, own * c.dim * c.ffn
+    else:
+        part, weight = n * c.ffn // lay.tp * e, c.dim * c.ffn // lay.tp
+    for kind in set(sum(kinds_.values(), [])):
+        again = block_bytes(lay, "none") - block_bytes(lay, "full") if kind == "full" else 0
+        done = 0 if kind == "selective" else part  # silu(gate) · up is used, or was never there
+        at[f"ffn, recomputing {kind}"] = (
+            again + 2 * part - done + weight * made + entered + hidden // lay.tp + always
+        )
+    if lay.pp * lay.v - 1 in kinds_:
+        V = -(-c.vocab // lay.tp)
+        logits, few = n * V * e, min(n, memory.CrossEntropyFunction.ROWS)
+        at["loss"] = logits + few * V * wide + always
+        at["head"] = V * c.dim * made + max(entered, hidden) - logits + always
+    return at
+
+
+def fullest(lay, rank):
+    """The most bytes that live at once on a global rank, about; and when that is."""
+    at = temporaries(lay, rank)
+    instant = max(at, key=at.get)
+    return sum(states(lay, rank).values()) + kept_at_most(lay, rank) + at[instant], instant
 
 
 def executed(lay, rank):
@@ -812,8 +853,8 @@ def pitfalls(hw, st, found):
     rows = []
 
     def slower(name, other):
-        cost = "nothing of the kind fits" if other is None else f"{best.speed / other.speed - 1:+.1%} time"
-        rows.append((name, cost))
+        cost = other and f"{best.speed / other.speed - 1:+.1%} time"
+        rows.append((name, cost or "nothing of the kind fits"))
 
     def first(chosen):
         return next((e for e in found if chosen(e.layout)), None)
@@ -827,12 +868,11 @@ def pitfalls(hw, st, found):
     slower("micro-batch of 1" + " (as it is)" * (lay.micro_batch == 1), small)
     large = replace(lay, micro_batch=2 * lay.micro_batch, batch=2 * lay.batch)
     most = peak(hw, st, large)[0]
-    rows.append((f"micro-batch of {large.micro_batch}",
-                 f"{most / 1e9:.0f} GB" + " does not fit" * (most > room(hw, st))))  # fmt: skip
-    held_ = held(hw, st, lay, best.rank)
-    exact = held_["master copy"] + held_["moments"]
-    rows.append(("optimizer all in fp32", f"{exact / 1e9:.1f} GB, {exact / 2e9:.1f} with bf16 moments"
-                 " and no copy"))  # fmt: skip
+    size = f"{most / 1e9:.0f} GB" + " does not fit" * (most > room(hw, st))
+    rows.append((f"micro-batch of {large.micro_batch}", size))
+    kinds_ = held(hw, st, lay, best.rank)
+    exact = (kinds_["master copy"] + kinds_["moments"]) / 1e9  # 12 bytes a parameter
+    rows.append(("optimizer all in fp32", f"{exact:.1f} GB, {exact / 2:.1f} if moments are bf16"))
     return rows
 
 
@@ -870,14 +910,14 @@ WHY = {
 def show_layout(hw, st, lay, gpu):
     """All lines of the estimate of one layout."""
     e, c = estimate(hw, st, lay), MODELS[lay.model]
-    print(f"10 plan   {lay.model}   {lay.world:,} x {gpu}   {lay}\n"
-          f"batch {lay.batch:,} x {lay.seq:,} = {lay.batch * lay.seq / 2**20:.3g}M tokens\n")  # fmt: skip
+    print(f"10 plan   {lay.model}   {lay.world:,} x {gpu}   {lay}")
+    print(f"batch {lay.batch:,} x {lay.seq:,} = {lay.batch * lay.seq / 2**20:.3g}M tokens\n")
     rows = [[k, f"{t:.3f}", f"{t / e.seconds:.1%}", WHY[k]] for k, t in e.lines.items() if t > 5e-4]
     dp.table(["a step, slowest rank", "seconds", "", ""], rows)
     print(f"{'sum':22}{e.seconds:.3f}   {e.speed:,.0f} tokens/s/GPU   MFU {e.mfu(hw):.1%}\n")
-    lines = held(hw, st, lay, e.rank)
-    dp.table([f"memory, pipeline rank {e.rank}", "GB", "cut by"],
-             [[kind, f"{size / 1e9:.2f}", CUT_BY[kind]] for kind, size in lines.items()])  # fmt: skip
+    kinds_ = held(hw, st, lay, e.rank)
+    lines = [[kind, f"{size / 1e9:.2f}", CUT_BY[kind]] for kind, size in kinds_.items()]
+    dp.table([f"memory, pipeline rank {e.rank}", "GB", "cut by"], lines)
     fits = "fits" if e.fits else "does NOT fit"
     print(f"sum {e.peak / 1e9:.1f} of {room(hw, st) / 1e9:.1f} GB: {fits}\n")
     rank = e.rank * lay.dp * lay.cp * lay.tp
@@ -925,8 +965,8 @@ def show_search(hw, st, args, gpus, batch):
     print()
     table = []
     for who, rule, best, cost in advice(hw, args.model, gpus, found):
-        verdict = "fits nowhere" if best is None else "agrees" if cost < 0.02 else f"+{cost:.0%} time"
-        table.append([who, rule, verdict])
+        said = best and ("agrees" if cost < 0.02 else f"+{cost:.0%} time")
+        table.append([who, rule, said or "fits nowhere"])
     dp.table(["rule of", "", "ranking"], table)
     print()
     dp.table(["a mistake", "beside the best"], [list(row) for row in pitfalls(hw, st, found)])
@@ -941,7 +981,8 @@ def show_sweep(hw, st, args, low, high):
     while gpus <= high:
         batch = max(args.batch or round(args.batch_tokens / args.seq), gpus // 16)
         found, _ = search(hw, st, args.model, gpus, batch, args.seq, args.fixed)
-        rows.append(row_of(hw, found[0], f"{gpus:,}") if found else [f"{gpus:,}", "none fits", *4 * "-"])
+        empty = [f"{gpus:,}", "none fits", *4 * "-"]
+        rows.append(row_of(hw, found[0], f"{gpus:,}") if found else empty)
         gpus *= 2
     dp.table(["GPUs", *HEAD[1:]], rows)
     return rows
@@ -996,13 +1037,14 @@ def calibrate(path, ranks):
         inside = min(dp.launch(all_reduce_rate, ranks, 64 if cuda else 4))
         entry = replace(entry, node=ranks, inside=inside / entry.reached)
     c = replace(memory.PRESETS["tiny"], layers=8)
-    model, tokens = memory.build(c, dtype=dtype, device=device), torch.zeros(1, 8, dtype=torch.int64)
-    tokens = tokens.to(device)
+    model = memory.build(c, dtype=dtype, device=device)
+    tokens = torch.zeros(1, 8, dtype=torch.int64, device=device)
 
     def step():
         model.loss(model(tokens), tokens).backward()
 
     host = seconds_of(step, device) / c.layers  # so little work that launching is all there is
+    link_ = f"{entry.inside * entry.reached / 1e9:.3g} GB/s, {ranks} ranks"
     with open(path, "w") as file:
         json.dump({"hardware": asdict(entry), "stack": {"host": host}}, file, indent=1)
     print(f"10 calibrate   {name}   torch {torch.__version__}\n")
@@ -1010,7 +1052,7 @@ def calibrate(path, ranks):
         [f"products of {n} x {n}, {str(dtype)[6:]}", f"{rate / 1e12:.3g} TFLOP/s"],
         ["share of the peak", f"{entry.sustained:.1%}" if known else "peak not known: taken as it"],
         ["own memory", f"{hbm / 1e9:.3g} GB/s"],
-        ["link", f"{entry.inside * entry.reached / 1e9:.3g} GB/s, {ranks} ranks" if ranks > 1 else "one GPU"],
+        ["link", link_ if ranks > 1 else "not measured: one GPU"],
         ["host", f"{host * 1e3:.2f} ms a layer, forward and backward"],
     ])  # fmt: skip
     print(f"\nwritten to {path}; use it with --hardware {path}")
@@ -1162,11 +1204,15 @@ def check_dry_run(lay, rank):
     pairs = {kind: (states(lay, rank)[kind], n) for kind, n in size.items()}
     pairs["kept for backward"] = kept_at_most(lay, rank), found.activations
     pairs["FLOPs"] = sum(executed(lay, rank)), sum(found.flops)
-    pairs["sent, all axes"] = (sum(n for _, n in sent(lay, rank).values()), sum(found.wire.bytes.values()))
+    total = sum(n for _, n in sent(lay, rank).values())
+    pairs["sent, all axes"] = total, sum(found.wire.bytes.values())
     torch.distributed.destroy_process_group()
     print(f"\nfor {lay.model}, {lay}, rank {rank}")
     dp.table(["", "by formula", "in a dry run of 09"], [[k, *pair] for k, pair in pairs.items()])
     wrong = [kind for kind, (ours, theirs) in pairs.items() if ours != theirs]
+    most, instant = fullest(lay, rank)
+    print(f"fullest moment: {instant}, {most:,} by formula, {found.peak / most - 1:+.1%} measured;")
+    print("temporaries: " + ", ".join(f"{k} {n:,}" for k, n in temporaries(lay, rank).items()))
     return wrong + ["calls"] * (sent(lay, rank) != wire)
 
 

@@ -333,7 +333,7 @@ def tp_over_nodes(facts):
 
 # --- 10: the planner beside the playbook's runs --------------------------------------------------
 #
-# Rows are left out by the columns suspect_* and by tp > 8, and by nothing else; beside it, all rows.
+# Rows are left out by the columns suspect_* and by tp > 8, by nothing else; beside it, all rows.
 # The planner's constants and the baseline's are fitted to the runs of one model and tested on the
 # other's. The baseline has six constants: efficiency, seconds a micro-batch, bandwidth of tp,
 # seconds more a micro-batch in a pipeline, share of the published all-reduce curve, seconds a step.
@@ -348,7 +348,8 @@ def runs_as_layouts(path):
     """[(row, layout)] of a file of runs; its models join 10's."""
     result = []
     for row in rows(path, "playbook_runs.csv"):
-        n = {key: int(float(value)) for key, value in row.items() if re.fullmatch(r"\d+(\.0)?", value)}
+        whole = {key: x for key, x in row.items() if re.fullmatch(r"\d+(\.0)?", x)}
+        n = {key: int(float(x)) for key, x in whole.items()}
         shape = [n[key] for key in ("vocab", "hidden", "layers", "heads", "kv_heads", "ffn")]
         c = memory.Config(*shape, tied=bool(n["tied_embed"]))
         name = f"{row['family']} of {c.layers} x {c.dim}, kv {c.kv_heads}, vocab {c.vocab}"
@@ -452,8 +453,9 @@ def time_rows(stack, six, runs, label):
         errors = [sorted(abs(x / y - 1) for x, y in zip(xs, measured)) for xs in (ours, base)]
         medians[part] = [statistics.median(e) for e in errors]
         bias = statistics.median(x / y - 1 for x, y in zip(ours, measured))
-        cells = [f"{medians[part][0]:.1%}", f"{errors[0][int(0.9 * len(some))]:.0%}", f"{bias:+.1%}"]
-        cells += [f"{medians[part][1]:.1%}", f"{errors[1][int(0.9 * len(some))]:.0%}"]
+        tenth = [f"{e[int(0.9 * len(some))]:.0%}" for e in errors]
+        cells = [f"{medians[part][0]:.1%}", tenth[0], f"{bias:+.1%}"]
+        cells += [f"{medians[part][1]:.1%}", tenth[1]]
         spearman = [f"{rank_correlation(xs, measured):.3f}" for xs in (ours, base)]
         table.append([label, part, len(some), *cells, *spearman])
     return table, medians
@@ -496,13 +498,13 @@ def memory_rows(stack, runs):
             ]
             every += map(abs, off)
             if off:
-                median = statistics.median(map(abs, off))
-                table.append([family, part, len(off), f"{median:.1%}", f"{statistics.median(off):+.1%}"])
+                median, bias = statistics.median(map(abs, off)), statistics.median(off)
+                table.append([family, part, len(off), f"{median:.1%}", f"{bias:+.1%}"])
     return table, statistics.median(every)
 
 
 def out_of_memory(stack, runs):
-    """(failed runs called impossible, failed runs, successful ones called impossible, successful)"""
+    """(failed runs called impossible, failed runs; the same of successful ones)"""
     failed = [lay for row, lay in runs if row["status"] != "ok" and not row["mem_gib"]]
     good = [lay for row, lay in runs if row["status"] == "ok"]
     no = [sum(not fits(stack, lay) for lay in part) for part in (failed, good)]
@@ -527,7 +529,8 @@ def planner(facts):
         mine = [(row, lay) for row, lay in everything if row["family"] == family]
         good = [(row, lay) for row, lay in mine if trusted(row)]
         for label, some in ((family, good), (f"{family} all", mine)):
-            lines, medians = time_rows(stack, six, [x for x in some if x[0]["status"] == "ok"], label)
+            done = [(row, lay) for row, lay in some if row["status"] == "ok"]
+            lines, medians = time_rows(stack, six, done, label)
             table += lines
             if some is good:
                 wrong += [
@@ -564,18 +567,18 @@ def planner(facts):
         ("all rows", everything),
     ):
         hit, failed, false, good = out_of_memory(plan.STACKS["eager"], some)
-        print(f"  {name}: called impossible {hit} of {failed} failed runs ({hit / max(failed, 1):.0%}),"
-              f" {false} of {good} successful ones")  # fmt: skip
+        recall = f"{hit} of {failed} failed runs ({hit / max(failed, 1):.0%})"
+        print(f"  {name}: called impossible {recall}, {false} of {good} successful ones")
         wrong += [f"10: {false} successful runs called impossible"] * (false > 0)
     return wrong
 
 
 # --- 10: the planner beside throughputs that others published ------------------------------------
 #
-# Each source counts FLOPs in its own way, so rows are compared by tokens a second and GPU; where only
-# FLOP/s are given they are converted by the source's own count. What a row does not state, the planner
-# chooses, as whoever published a good number did. Three constants are fitted to the rows of the other
-# sources. A row is left out only where its model or layout cannot be expressed, and is counted.
+# Each source counts FLOPs in its own way, so rows are compared by tokens a second and GPU; where
+# only FLOP/s are given they are converted by the source's own count. What a row does not state, the
+# planner chooses, as whoever published a good number did. Three constants are fitted to the rows of
+# the other sources. A row is left out only where it cannot be expressed, and is counted.
 
 GPT = {  # width, heads, layers; two matrices of 4·D in the FFN: as many FLOPs as three of 8/3·D
     "125m": (768, 12, 12), "350m": (1024, 16, 24), "760m": (1536, 12, 24), "1b": (2048, 16, 24),
@@ -587,7 +590,9 @@ GPUS = {  # beside those of 10, with fp4 where a row needs it
     "b300": replace(plan.HARDWARE["b200"], memory=288e9),
     "gb300": replace(plan.HARDWARE["gb200"], peak=2500e12, fp8=5000e12, memory=288e9),
     "a100 40gb": replace(plan.HARDWARE["a100"], memory=42.5e9, hbm=1.56e12),
-    "h100 hbm2e": replace(plan.HARDWARE["h100"], memory=100e9, hbm=2.4e12, peak=800e12, fp8=1600e12),
+    "h100 hbm2e": replace(
+        plan.HARDWARE["h100"], memory=100e9, hbm=2.4e12, peak=800e12, fp8=1600e12
+    ),
 }
 FP4 = {"gb200": 10e15, "gb300": 15e15, "b200": 9e15, "b300": 13.5e15}
 PUBLISHED = ("matmul", "passes", "attention")
@@ -613,20 +618,23 @@ def published_model(row):
         return QWEN3
     shape = {key: int(n) for key, n in re.findall(r"(heads|hidden|layers|vocab)=(\d+)", notes)}
     if {"hidden", "layers", "vocab"} <= shape.keys():
-        return gpt(shape["hidden"], shape.get("heads", shape["hidden"] // 128), shape["layers"], shape["vocab"])
+        heads = shape.get("heads", shape["hidden"] // 128)
+        return gpt(shape["hidden"], heads, shape["layers"], shape["vocab"])
     return "its layout is not stated"
 
 
 def published_gpu(row):
     """(hardware, does it compute in FP8) of a row."""
-    name, precision = row["gpu_type"].lower().replace("_80gb", "").replace("_", " "), row["precision"]
+    name = row["gpu_type"].lower().replace("_80gb", "").replace("_", " ")
+    precision = row["precision"]
     name = "h100 hbm2e" if "hbm2e" in name else name
     if not precision and "25.09" in row["notes"]:
         precision = "FP8"  # of that table: its notes tell apart two kinds of FP8
     hw = GPUS.get(name) or plan.HARDWARE[name]
     if precision == "NVFP4":
         hw = replace(hw, fp8=FP4[name])
-    return HARDWARE_OF.setdefault((name, precision == "NVFP4"), hw), bool(re.search("fp8|FP8|FP4", precision))
+    hw = HARDWARE_OF.setdefault((name, precision == "NVFP4"), hw)  # one object: caches know it
+    return hw, bool(re.search("fp8|FP8|FP4", precision))
 
 
 HARDWARE_OF = {}
@@ -681,7 +689,7 @@ def published_source(row):
 
 def published_seconds(stack, row):
     hw, fp8, layouts = row
-    return min(plan.estimate(hw, stack[fp8], lay).seconds / (lay.batch * lay.seq / lay.world) for lay in layouts)
+    return min(1 / plan.estimate(hw, stack[fp8], lay).speed for lay in layouts)
 
 
 def both_precisions(stack):
@@ -694,7 +702,8 @@ def published(facts):
         c = published_model(row)
         if "SFT" in row["notes"] or "LoRA" in row["notes"]:
             c = "fine-tuning"
-        if not isinstance(c, str) and not (row["gpus"] and (row["tokens_per_s_per_gpu"] or row["tflops_per_gpu"])):
+        speed = row["tokens_per_s_per_gpu"] or row["tflops_per_gpu"]
+        if not isinstance(c, str) and not (row["gpus"] and speed):
             c = "GPUs or speed are not stated"
         if not isinstance(c, str):
             hw, fp8 = published_gpu(row)
@@ -725,7 +734,8 @@ def published(facts):
         stack = both_precisions(replace(start, **constants))
         mine = [x for x in usable if x[0] == source]
         for model in [*dict.fromkeys(x[1] for x in mine), "all"]:
-            off = [s / published_seconds(stack, row) - 1 for _, name, row, s in mine if model in (name, "all")]
+            some = [(row, s) for _, name, row, s in mine if model in (name, "all")]
+            off = [s / published_seconds(stack, row) - 1 for row, s in some]
             cells = f"{statistics.median(map(abs, off)):.0%}", f"{statistics.median(off):+.0%}"
             table.append([source, model, len(off), *cells])
             all_errors += map(abs, off if model == "all" else [])
