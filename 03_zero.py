@@ -202,8 +202,8 @@ class Flat:
         self.fresh = set(self.parameters)  # whose place in `full` has nothing of this step yet
         self.ready = False  # are all gradients of a pass here, and not reduced yet?
         self.reduced = False
-        if self.trainable:
-            (self.full[self.used :] if self.stage < 2 else self.grad).zero_()
+        if self.trainable and self.stage < 2:
+            self.full[self.used :].zero_()
 
     def collect(self, name, p):
         """Add p's finished gradient to `full`. Returns True if it was the last one of this pass."""
@@ -228,6 +228,8 @@ class Flat:
 
     def reduce(self):
         """Start to sum `full` over the ranks; each gets its part, in its place in `full`."""
+        if self.stage > 1 and not self.reduced:
+            self.grad.zero_()  # what the last step has left there
         self.ready, self.reduced = False, True
         if self.stage > 0:
             self.reducing = reduce_scatter(self.full[self.mine], self.full, self.group)
@@ -664,7 +666,8 @@ def save(directory, step, pieces, facts, group):
 
     def prepare():
         if rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)  # of a run that was killed while writing
+            for left in Path(directory).glob("step-*.tmp"):  # by a run that was killed while writing
+                shutil.rmtree(left, ignore_errors=True)
             aside.mkdir(parents=True)
 
     def publish():
