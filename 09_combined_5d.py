@@ -1088,7 +1088,7 @@ def train(args):
             if check.active:
                 expected = f"{check.note(step, loss, norm, auxiliary, gradients, weights):.6f}"
         show_step(step, loss, expected, auxiliary, norm, lr, seconds, waits)
-        csv.write(f"{step + 1},{loss!r},{norm!r},{lr!r}\n")
+        csv.write(step + 1, loss, norm, lr, seconds, *waits)
         done = step + 1
         # The numbers are the same on all ranks, so all take the same way here.
         if not math.isfinite(loss + norm):
@@ -1187,16 +1187,15 @@ class Columns:
 class Csv:
     """A line for each step, in full precision, on rank 0 if a file is named."""
 
-    HEAD = "step,loss,grad_norm,lr\n"
+    HEAD = "step,loss,grad_norm,lr,seconds,wait,data\n"
 
     def __init__(self, path, first):
         """Keep what the file says of the first steps, if they were done by an earlier run."""
         self.path, self.file, self.failures = path, None, []
         if path is not None and dist.get_rank() == 0:
-            lines = open(path).readlines()[1:] if first and os.path.exists(path) else []
-            kept = [  # the last may be torn
-                line for line in lines if line.endswith("\n") and int(line.split(",")[0]) <= first
-            ]
+            old = Path(path).read_text(errors="replace") if first and os.path.exists(path) else ""
+            rows = re.finditer(r"^(\d+),.*\n", old, re.M)  # the last line may be torn
+            kept = [row[0] for row in rows if int(row[1]) <= first]
             self.attempt(self.open, "".join([self.HEAD, *kept]))
 
     @classmethod
@@ -1210,9 +1209,9 @@ class Csv:
         os.replace(f"{self.path}.tmp", self.path)
         self.file = open(self.path, "a", buffering=1)
 
-    def write(self, line):
+    def write(self, *row):
         if self.file:
-            self.attempt(self.file.write, line)
+            self.attempt(self.file.write, ",".join(map(repr, row)) + "\n")
 
     def attempt(self, act, text):
         """A full disk does not stop the training; the verdict tells of it."""
