@@ -87,6 +87,12 @@ def device():
     return torch.device("cpu")
 
 
+OP_TYPES = {  # torch gives the kind of a collective under way as a number
+    0: "broadcast", 1: "all_reduce", 4: "all_gather", 5: "all_gather", 9: "reduce_scatter",
+    10: "all_to_all", 11: "all_to_all", 12: "send", 13: "recv", 16: "reduce_scatter",
+}  # fmt: skip
+
+
 class Left(SystemExit):
     """This rank waited in vain. The text says in which collective, and for whom."""
 
@@ -123,7 +129,7 @@ def explain(error, store, rank, world, patience):
     """Which rank left this one waiting, and in what; None if the error is this rank's own.
 
     A rank that waits in vain learns only that its neighbour is gone or silent, and that may be one
-    who waits in vain too. So whoever fails says so in the store. Who stays silent has died or hangs.
+    who waits in vain too. So whoever fails says so in the store; who stays silent died or hangs.
     """
     where, others = collective_of(error), {r: f"failed/{r}" for r in range(world) if r != rank}
     own, end = "an error of its own", time.monotonic() + patience
@@ -158,8 +164,8 @@ def collective_of(error):
         return None
     works = [v for frame in frames for v in frame.f_locals.values() if isinstance(v, dist.Work)]
     names = [frame.f_code.co_name for frame in frames if "wait" not in frame.f_code.co_name]
-    kind = works[-1]._get_op_type().name.lower() if works else "a collective"
-    return f"{kind} (awaited in {names[-1]})"
+    kind = works[-1]._get_op_type() if works else None
+    return f"{OP_TYPES.get(kind, 'a collective')}, awaited in {names[-1]}(),"
 
 
 def _of_transport(error):
@@ -192,6 +198,8 @@ def _child(rank, world, door, worker, args, timeout, pipe, parent):
         message = (time.monotonic(), traceback.format_exc(), None)
     sys.stdout.flush()
     pipe.send_bytes(pickle.dumps(message))
+    if message[1] and rank == 0:
+        time.sleep(timeout)  # the others still read in its store who failed; the launcher ends this
     os._exit(1 if message[1] else 0)  # no clean-up: after a failure it could wait for dead ranks
 
 
@@ -224,15 +232,18 @@ def launch(worker, world, *args, timeout=60.0):
     finally:
         signal.signal(signal.SIGTERM, before)
         door.close()
-        for rank in ranks:
+        for rank in reversed(ranks):  # rank 0 last: it keeps the store
             rank.kill()
+        for rank in ranks:
             rank.join()
 
 
 def _results(ranks, pipes):
     results, failures = [None] * len(ranks), []
     # After a failure listen a moment longer: who failed first is not always who we hear first.
-    while pipes and (ready := wait(list(pipes), timeout=0.3 if failures else None)):
+    # If all we know of died without a word, wait until another says in what it was left waiting.
+    moment = None
+    while pipes and (ready := wait(list(pipes), timeout=moment)):
         for pipe in ready:
             rank = pipes.pop(pipe)
             try:
@@ -242,6 +253,7 @@ def _results(ranks, pipes):
                 when, trace = 0.0, f"died with exit code {ranks[rank].exitcode}\n"
             if trace:
                 failures.append((when, rank, trace))
+                moment = 0.3 if any(when for when, _, _ in failures) else 2.0
     if failures:
         (when, rank, trace), *others = sorted(failures)  # the others only lost the connection to it
         witness = "" if when else "".join(words for _, _, words in others[:1])

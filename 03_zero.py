@@ -666,7 +666,7 @@ def save(directory, step, pieces, facts, group):
 
     def prepare():
         if rank == 0:
-            for left in Path(directory).glob("step-*.tmp"):  # by a run that was killed while writing
+            for left in Path(directory).glob("step-*.tmp"):  # by a run that was killed meanwhile
                 shutil.rmtree(left, ignore_errors=True)
             aside.mkdir(parents=True)
 

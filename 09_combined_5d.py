@@ -538,8 +538,9 @@ def my_positions(args, groups, device):
 
 
 def train_step(
-    model, pipeline, optimizer, groups, batches, positions, lr, gradients=None, loads=None, stop=False
-):
+    model, pipeline, optimizer, groups, batches, positions, lr,
+    gradients=None, loads=None, stop=False,
+):  # fmt: skip
     """One step on this rank's micro-batches, all ranks together.
 
     Returns a tensor (loss, gradient norm, auxiliary loss, how many ranks gave `stop`, this rank's
@@ -1073,7 +1074,8 @@ def train(args):
             with timeline.span("data", "data"):
                 batches = my_batches(args, groups, sample, step, device)
             stats = train_step(model, pipeline, optimizer, groups, batches, positions, lr,
-                               gradients, loads if step == first else None, bool(stopping))  # fmt: skip
+                               gradients, loads if step == first else None,
+                               bool(stopping))  # fmt: skip
             # The one look at values, for the line below.
             loss, norm, auxiliary, stop, own = stats.tolist()
         seconds = timeline.now() - begin
@@ -1092,7 +1094,7 @@ def train(args):
         done = step + 1
         # The numbers are the same on all ranks, so all take the same way here.
         if not math.isfinite(loss + norm):
-            words = f"step {done}: loss {loss}, gradient norm {norm}; no weight was changed; first on"
+            words = f"step {done}: loss {loss}, gradient norm {norm}, no weight was changed; "
             words += first_not_finite(args, own, optimizer, groups)
             if args.on_nonfinite == "stop":
                 return dp.verdict("09_combined_5d", [words])
@@ -1102,7 +1104,8 @@ def train(args):
         if args.ckpt and (last or args.save_every and done % args.save_every == 0):
             unsaved = save(args, done, model, optimizer, groups, run)
         if stop and done < args.steps:
-            dp.log(f"SIGTERM: stopped after step {done}" + "; not saved: no --ckpt" * (not args.ckpt))
+            unsafe = "" if args.ckpt else ", nothing saved: no --ckpt"
+            dp.log(f"SIGTERM: stopped after step {done}{unsafe}")
             return dp.verdict("09_combined_5d", unsaved + csv.failures)
 
     if args.trace:
@@ -1114,7 +1117,7 @@ def train(args):
     if first < args.steps:
         failures = report(args, model, optimizer, groups, wire, loads, check)
     if skipped:
-        dp.log(f"{skipped} of {args.steps - first} steps skipped, their loss or gradient not finite")
+        dp.log(f"{skipped} of {args.steps - first} steps skipped: loss or gradient not finite")
     show_text(args, pipeline, groups, tokens, device)
     return dp.verdict("09_combined_5d", failures + unsaved + csv.failures)
 
@@ -1137,7 +1140,8 @@ def first_not_finite(args, own, optimizer, groups):
     (loss, _, name, stage), rank = max(
         ((seen, -rank) for rank, seen in enumerate(everyone) if seen), default=((0, 0, "?", 0), 0)
     )
-    return f" rank {-rank}, stage {stage}, " + ("in its loss" if loss else f"in the gradient of {name}")
+    what = "its loss" if loss else f"the gradient of {name}"
+    return f"first on rank {-rank}, stage {stage}: {what}"
 
 
 def held_table(held):
