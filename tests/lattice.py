@@ -58,7 +58,7 @@ def cell(args, groups, sample, expected):
             stats = combined.train_step(
                 job, groups, batches, positions,
                 combined.learning_rate(step, args), gradients, loads)  # fmt: skip
-        loss, norm, auxiliary, _ = stats.double()
+        loss, norm, auxiliary, *_ = stats.double()
         key = f"step {step + 1}"
         ours["loss"][key], ours["norm"][key] = loss, norm
         if combined.has_experts(args):
