@@ -573,7 +573,7 @@ def train_step(job, groups, batches, positions, lr, gradients=None, loads=None, 
     share of the loss), without having looked at a value: the host never waits for the device. If
     loss or norm is not finite, no rank changes anything, and the gradients stay for a look at them.
     Two lists may ask for more: gradients receives this rank's shards of the summed gradients before
-    clipping, loads how many of its tokens went to each expert, layer by layer.
+    and after clipping, loads how many of its tokens went to each expert, layer by layer.
     """
     model, pipeline, optimizer, scales = job
     N = dp.count_valid(batches, groups["tokens"])
@@ -584,7 +584,7 @@ def train_step(job, groups, batches, positions, lr, gradients=None, loads=None, 
     loss = pipeline.step(batches, N, positions)
     optimizer.sum_gradients()  # forget
     if gradients is not None:
-        gradients.extend(flat.grad.clone() for flat in optimizer.flats)
+        gradients.append([flat.grad.clone() for flat in optimizer.flats])
     if loads is not None:
         loads.extend(moe.load.clone() for moe in ep.moe_layers(model))
 
@@ -596,6 +596,8 @@ def train_step(job, groups, batches, positions, lr, gradients=None, loads=None, 
     norm, finite = stats[1].sqrt(), torch.isfinite(stats).all()
     skip = 1 - finite.float()
     optimizer.scale(torch.where(finite, (MAX_NORM / (norm + 1e-6)).clamp(max=1), 1))
+    if gradients is not None:
+        gradients.append([flat.grad.clone() for flat in optimizer.flats])
     optimizer.step(lr, skip)
     ep.end_step(model, groups["dp·cp·tp"], skip)
     if scales:
@@ -800,7 +802,7 @@ def reference(args, sample, steps, dtype, device, make=None, prepare=None):
     """The same training on one device: the whole batch at once, plain backward, torch's optimizer.
 
     Uses the model of 01 and nothing of the chapters after it. Returns {"loss", "norm",
-    "gradient", "weight"}: each a dict of tensors by step, by parameter and step, by parameter.
+    "gradient", "clipped", "weight"}: dicts of tensors by step, by parameter and step, by parameter.
     make(args, matrices, vectors) gives another optimizer; prepare(model) changes the model and
     gives what to call after each step.
     """
@@ -814,7 +816,7 @@ def reference(args, sample, steps, dtype, device, make=None, prepare=None):
     matrices = [w for w in masters if w.dim() > 1]
     make, after_step = make or torch_optimizer, prepare and prepare(model)
     optimizer = make(args, matrices, [w for w in masters if w.dim() <= 1])
-    result = {"loss": {}, "norm": {}, "gradient": {}}
+    result = {"loss": {}, "norm": {}, "gradient": {}, "clipped": {}}
     for step in range(steps):
         pairs = [sample(i) for i in range(step * args.batch, (step + 1) * args.batch)]
         tokens, labels = (torch.stack(column).to(device) for column in zip(*pairs))
@@ -826,6 +828,8 @@ def reference(args, sample, steps, dtype, device, make=None, prepare=None):
             result["gradient"][f"{name}, step {step + 1}"] = w.grad.clone()
             master.grad = w.grad
         norm = torch.nn.utils.clip_grad_norm_(masters, MAX_NORM)
+        for name, master in zip(weights, masters):
+            result["clipped"][f"{name}, step {step + 1}"] = master.grad.clone()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args)
         optimizer.step()
@@ -850,8 +854,10 @@ class Check:
     """Compares the first K steps of a run with one device."""
 
     BOUND = {  # relative errors that rounding explains and a mistake does not
-        torch.float64: {"loss": 1e-12, "norm": 1e-12, "gradient": 1e-11, "weight": 1e-10},
-        torch.float32: {"loss": 1e-5, "norm": 1e-4, "gradient": 1e-4, "weight": 1e-4},
+        torch.float64: {"loss": 1e-12, "norm": 1e-12, "gradient": 1e-11, "clipped": 1e-11,
+                        "weight": 1e-10},
+        torch.float32: {"loss": 1e-5, "norm": 1e-4, "gradient": 1e-4, "clipped": 1e-4,
+                        "weight": 1e-4},
     }
 
     def __init__(self, args, sample, device):
@@ -861,7 +867,7 @@ class Check:
             self.steps = min(self.steps, 2)
         # Rank 0 alone, as ranks may share cores. The others wait for it, however long it takes.
         self.active = self.steps > 0 and dist.get_rank() == 0
-        self.ours = {"loss": {}, "norm": {}, "gradient": {}, "weight": {}}
+        self.ours = {"loss": {}, "norm": {}, "gradient": {}, "clipped": {}, "weight": {}}
         self.rounded = self.dtype not in self.BOUND or in_fp8
         if self.active:
             make = fp8_optimizer if args.fp8_optimizer else None
@@ -880,7 +886,8 @@ class Check:
         if f"auxiliary, {key}" in self.expected["loss"]:
             self.ours["loss"][f"auxiliary, {key}"] = torch.tensor(auxiliary, dtype=torch.float64)
         self.ours["norm"][key] = torch.tensor(norm, dtype=torch.float64)
-        self.ours["gradient"].update({f"{name}, {key}": g for name, g in gradients.items()})
+        for kind, tensors in zip(("gradient", "clipped"), gradients):
+            self.ours[kind].update({f"{name}, {key}": g for name, g in tensors.items()})
         if weights is not None:  # after the last step that is compared
             self.ours["weight"] = {name: p.detach().clone() for name, p in weights.items()}
             if self.rounded:  # the bias of an expert moves by the sign of a small difference
@@ -918,7 +925,7 @@ class Check:
     def report(self):
         """Print the table; returns the failures, gradients first."""
         rows, failures = [], []
-        for kind in ("gradient", "weight", "norm", "loss") if self.active else ():
+        for kind in ("gradient", "clipped", "weight", "norm", "loss") if self.active else ():
             (error, where), bound = self.error_and_bound(kind)
             rows.append([kind, len(self.ours[kind]), f"{error:.1e}", f"{bound:.1e}", where])
             if not error <= bound:
@@ -1143,7 +1150,7 @@ def train(args):
         timeline.spans.clear()
         expected = "-"
         if step < check.steps:  # whole tensors take all ranks
-            gradients = whole(args, job.optimizer.gathered(gradients), groups)
+            gradients = [whole(args, job.optimizer.gathered(g), groups) for g in gradients]
             weights = None
             if step + 1 == check.steps:
                 weights = whole(args, own_weights(args, job), groups)
