@@ -9,7 +9,7 @@ from conftest import ROOT, run_script
 CHAPTERS = sorted(ROOT.glob("[0-9][0-9]_*.py"))
 EACH = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
 OWN = {"main", "demo", "held", "sent"}  # every chapter has its own of these
-OWN |= {"build", "train", "train_step", "report", "save", "resume"}  # of 01, 03, 04 and 09
+OWN |= {"build", "train", "train_step", "report", "save", "resume", "use"}  # of 01, 03, 04, 07, 08 and 09
 
 
 def tree(chapter):
