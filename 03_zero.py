@@ -965,7 +965,7 @@ def dense_run(config, sample, batch):
 
 
 def bytes_of(tensors):
-    return sum(t.untyped_storage().nbytes() for t in tensors)
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def measure(stage, config, sample, expected, group):
