@@ -6,7 +6,7 @@ Idea      Each chapter changes one thing about the model of 01 or about how its 
           device would compute, and --check proves it: loss, every gradient, every weight.
 Picture   the order of composition, which is the lesson (see compose below):
           mesh ─ model of this stage (05) ─ experts (06) ─ attention (07) ─ tensor cuts (04)
-          ─ schedule (05) ─ optimizer on shards (03) ─ training steps
+          ─ FP8 (08) ─ schedule (05) ─ optimizer on shards (03) ─ training steps
 Cost      the sum of the chapters' costs, and three control numbers a step (valid tokens, loss,
           gradient norm); the table at the end shows measured bytes beside the formulas.
 Forget    the sum of the gradients over dp. Every rank then trains its own model on its own data:
@@ -20,9 +20,11 @@ Read      Megatron-LM (2104.04473), Llama 3 (2407.21783) section 3.3
 import argparse
 import contextlib
 import difflib
+import itertools
 import math
 import os
 import re
+import signal
 import sys
 import time
 import zlib
@@ -31,11 +33,15 @@ from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 from unittest import mock
 
 import torch
 import torch._dynamo  # torch.optim would import it (1.6 s): here once, not in every forked rank
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 memory = import_module("01_memory")  # the model
 dp = import_module("02_dp")  # ranks, samples, data parallelism
@@ -44,11 +50,18 @@ tp = import_module("04_tp_sp")  # tensor and sequence parallelism
 pp = import_module("05_pp_1f1b")  # pipeline schedules
 ep = import_module("06_ep")  # mixture of experts
 cp = import_module("07_cp_ring")  # context parallelism
+fp8 = import_module("08_fp8")  # products and moments in 8 bits
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+TRACED = 5  # steps of --trace
 MAX_NORM = 1.0
 WEIGHT_DECAY = 0.1
 REMEDIES = dict(balance=0.01, z=0.001, bias_rate=0.001)  # against an uneven load of experts
+RECIPES = [name for name in fp8.RECIPES if name != "naive"]
+MOST = dict.fromkeys(("dp", "cp", "tp", "pp", "ep"), 2**17) | dict(
+    chunks=64, batch=2**24, micro_batch=2**24, seq=2**30, steps=2**31
+)  # what nobody means; looking for the nearest valid choice takes time
+FORKED = 256  # ranks that one machine starts without torchrun
 MODELS = memory.PRESETS | {name: replace(c, **REMEDIES) for name, c in ep.PRESETS.items()}
 
 
@@ -70,6 +83,8 @@ def parse(argv=None):
     p.add_argument("--hybrid", type=int, default=0, metavar="N",
                    help="ZeRO inside each N neighbours of dp x cp, sums across")  # fmt: skip
     p.add_argument("--recompute", default="none", help="none, selective, full, full:K (K layers)")
+    p.add_argument("--fp8", metavar="RECIPE", help=f"products in FP8: {', '.join(RECIPES)}")
+    p.add_argument("--fp8-optimizer", action="store_true", help="AdamW's moments in FP8")
     p.add_argument("--batch", type=int, default=12, help="global batch, in sequences")
     p.add_argument("--micro-batch", type=int, help="sequences at a time (default: so that"
                    " there are twice as many micro-batches as stages)")  # fmt: skip
@@ -85,7 +100,10 @@ def parse(argv=None):
     p.add_argument("--ckpt", metavar="DIR", help="write checkpoints there, at least at the end")
     p.add_argument("--save-every", type=int, default=0, metavar="N", help="every N steps too")
     p.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint")
+    p.add_argument("--on-nonfinite", default="stop", help="stop, or skip: on to the next batch")
     p.add_argument("--csv", metavar="FILE", help="write step,loss,… in full precision")
+    p.add_argument("--trace", metavar="FILE", help=f"who did what when in steps 1 to {TRACED},"
+                   " for ui.perfetto.dev")  # fmt: skip
     p.add_argument("--timeout", type=float, default=300.0, help="seconds a collective may wait")
     p.add_argument("--dry-run", action="store_true", help="one step of one rank, on fake tensors")
     p.add_argument("--world", type=int, help="ranks of the dry run (default: as the layout needs)")
@@ -99,10 +117,15 @@ def parse(argv=None):
 def default_micro_batch(args):
     """All at once without a pipeline; with one as large as 2·pp micro-batches allow, or fewer."""
     mine, pieces = args.batch // max(1, args.dp), 1
-    if args.pp > 1:
-        fitting = [n for n in range(1, mine + 1) if mine % n == 0 and n % args.pp == 0]
+    if args.pp > 1 and mine <= MOST["batch"]:
+        fitting = [n for n in divisors(mine) if n % args.pp == 0]
         pieces = next((n for n in fitting if n >= 2 * args.pp), (fitting or [mine])[-1])
     return max(1, mine // max(1, pieces))
+
+
+def divisors(n):
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 def layout(args):
@@ -126,55 +149,80 @@ def violations(args, world):
 
     known("--model", args.model, list(MODELS))
     known("--schedule", args.schedule, list(pp.schedules()))
+    if args.fp8 is not None:
+        known("--fp8", args.fp8, RECIPES)
+    if args.fp8_optimizer and args.optimizer != "adamw":
+        wrong.append(f"--fp8-optimizer: for --optimizer adamw, not {args.optimizer}")
     known("--optimizer", args.optimizer, ["adamw", "sgd"])
     known("--dtype", args.dtype, list(DTYPES))
     known("--cp-kind", args.cp_kind, list(cp.KINDS))
+    known("--on-nonfinite", args.on_nonfinite, ["stop", "skip"])
     if not re.fullmatch(r"none|selective|full(:\d+)?", args.recompute):
         wrong.append(f"--recompute {args.recompute}: none, selective, full, or full:K for K layers")
     if args.zero not in range(4):
         wrong.append(f"--zero {args.zero}: 0, 1, 2 or 3")
-    if args.hybrid and (args.zero == 0 or args.hybrid < 1 or args.dp * args.cp % args.hybrid):
-        divisors = [str(n) for n in range(1, args.dp * args.cp + 1) if args.dp * args.cp % n == 0]
-        wrong.append(f"--hybrid {args.hybrid}: with --zero 1 to 3, a divisor of dp x cp ="
-                     f" {args.dp * args.cp}: {', '.join(divisors)}")  # fmt: skip
-    counts = ["dp", "cp", "tp", "pp", "ep", "chunks", "batch", "micro_batch", "seq", "steps"]
-    for name in counts:
-        if getattr(args, name) < 1:
-            wrong.append(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
+    for name, most in MOST.items():
+        if not 1 <= getattr(args, name) <= most:
+            bound = "at least 1" if getattr(args, name) < 1 else f"at most {most:,}"
+            wrong.append(f"--{name.replace('_', '-')} {getattr(args, name)}: {bound}")
     if not 0 <= args.seed < 2**32:
         wrong.append(f"--seed {args.seed}: from 0 to 2^32 - 1")
-    for name in ("lr", "timeout"):
-        if not 0 < getattr(args, name) <= 1e6:
-            wrong.append(f"--{name} {getattr(args, name)}: above 0, at most a million")
+    if not 0 < args.lr <= 1e6:
+        wrong.append(f"--lr {args.lr}: above 0, at most a million")
+    if not 1 <= args.timeout <= 1e6:
+        wrong.append(f"--timeout {args.timeout}: at least 1 second, at most a million")
     if args.check < 0:
         wrong.append(f"--check {args.check}: how many steps to compare, at least 1")
     if args.save_every < 0:
         wrong.append(f"--save-every {args.save_every}: at least 1")
     if (args.save_every or args.resume) and not args.ckpt:
         wrong.append("--save-every and --resume need --ckpt DIR")
+    if args.ckpt and Path(args.ckpt).exists() and not Path(args.ckpt).is_dir():
+        wrong.append(f"--ckpt {args.ckpt}: that is no folder")
     if args.ckpt and not args.resume and list(Path(args.ckpt).glob("step-*[0-9]")):
         wrong.append(f"--ckpt {args.ckpt} holds checkpoints: --resume, or another folder")
-    if args.csv and not Path(args.csv).absolute().parent.is_dir():
-        wrong.append(f"--csv {args.csv}: no such folder")
+    for flag, path in (("--csv", args.csv), ("--trace", args.trace)):
+        if path and not Path(path).absolute().parent.is_dir():
+            wrong.append(f"{flag} {path}: no such folder")
+        if path and Path(path).is_dir():
+            wrong.append(f"{flag} {path}: that is a folder")
+    if args.csv and Path(args.csv).is_file() and not Csv.is_ours(args.csv):
+        wrong.append(f"--csv {args.csv} exists and is no list of losses: another name")
     if args.check and args.resume:
         wrong.append("--check compares the first steps of a run: not with --resume")
     need = math.prod(layout(args).values())
+    if not args.dry_run and "WORLD_SIZE" not in os.environ and need > FORKED:
+        wrong.append(f"{need} ranks on one machine: at most {FORKED}; more by torchrun --nnodes")
+    if args.dry_run and world > MOST["dp"]:
+        wrong.append(f"--world {world}: at most {MOST['dp']:,}")
+    if args.world is not None and not args.dry_run:
+        wrong.append("--world is for --dry-run; otherwise the degrees or torchrun decide")
     if world != need:
         larger = {axis: n for axis, n in layout(args).items() if n != 1} or {"dp": 1}
         product = " x ".join(f"{axis} {n}" for axis, n in larger.items())
         wrong.append(f"{world} ranks, but the layout {product} needs {need}")
     if args.dry_run and not 0 <= args.rank < world:
         wrong.append(f"--rank {args.rank}: from 0 to {world - 1}")
-    if all(getattr(args, name) > 0 for name in counts):
-        wrong += _batch_violations(args) + _sequence_violations(args)
+    if all(1 <= getattr(args, name) <= most for name, most in MOST.items()):
+        wrong += _zero_violations(args) + _batch_violations(args) + _sequence_violations(args)
         if args.model in MODELS:
             wrong += [f"{args.model}: {rule}" for rule in tp.misfits(MODELS[args.model], args.tp)]
             wrong += _expert_violations(args)
             if args.schedule in pp.schedules():
                 wrong += _pipeline_violations(args)
-    if not args.dry_run and args.seq > 0:
+    if not args.dry_run and 1 <= args.seq <= MOST["seq"]:
         wrong += _data_violations(args)
     return wrong
+
+
+def _zero_violations(args):
+    n, shared = args.hybrid, args.dp * args.cp
+    if n == 0 or (args.zero and n > 0 and shared % n == 0):
+        return []
+    return [
+        f"--hybrid {n}: with --zero 1 to 3, a divisor of dp x cp = {shared}:"
+        f" {', '.join(map(str, divisors(shared)))}"
+    ]
 
 
 def _batch_violations(args):
@@ -315,7 +363,7 @@ def make_groups(args, sizes):
     groups of their own, or the wire meter could not tell their bytes apart.
     """
     wait = timedelta(seconds=args.timeout)  # a subgroup waits 30 minutes by default
-    axes, mine = mesh(sizes, "dp·cp", *["cp·tp", "dp·cp·tp"] * has_experts(args)), {}
+    axes, mine = mesh(sizes, "dp·cp", "cp·tp", "dp·cp·tp"), {}
     if has_experts(args):
         axes |= expert_groups(axes["dp·cp·tp"], args.ep)
     axes |= zero_groups(args, axes) | {"tokens": axes["dp·cp"]}
@@ -395,17 +443,27 @@ def compose(args, groups, device):
         cp.use(model, groups["cp"], args.cp_kind)  # 07
     if args.tp > 1:
         tp.cut(model, groups["tp"])  # 04
+    scales = args.fp8 and fp8.use(model, args.fp8, group=groups["tp"] if args.tp > 1 else None)  # 08
     pipeline = make_pipeline(args, groups, model, stages)  # 05
     units = [zero.llama_units(stage) for stage in pipeline.stages.values()]
     cuts = {
         name: (cut and groups[cut], tuple(groups[axis] for axis in same))
         for name, (cut, same) in placement(args, dict(model.named_parameters())).items()
     }
-    inner = partial(torch_optimizer, args)
+    inner = partial(fp8_optimizer if args.fp8_optimizer else torch_optimizer, args)
     optimizer = zero.Optimizer(
         model, sum(units, []), cuts, args.zero, inner, memory.on_finished, counts=[*map(len, units)]
     )  # 03
-    return model, pipeline, optimizer
+    return Job(model, pipeline, optimizer, scales)
+
+
+class Job(NamedTuple):
+    """What a rank trains with."""
+
+    model: memory.Llama  # all of its stages' layers
+    pipeline: pp.Pipeline
+    optimizer: zero.Optimizer
+    scales: fp8.State | None
 
 
 def schedule(args):
@@ -471,6 +529,12 @@ def torch_optimizer(args, matrices, vectors):
     return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
 
 
+def fp8_optimizer(args, matrices, vectors):
+    """The same with FP8 moments (08)."""
+    plain = torch_optimizer(args, matrices, vectors)
+    return fp8.FP8AdamW(plain.param_groups, lr=args.lr, betas=(0.9, 0.95))
+
+
 def learning_rate(step, args):
     """Warm-up over the first tenth of the steps, then a cosine down to a tenth of --lr."""
     warmup = max(1, args.steps // 10)
@@ -502,17 +566,16 @@ def my_positions(args, groups, device):
     return cp.part(positions, 0, dist.get_rank(groups["cp"]), args.cp)
 
 
-def train_step(
-    model, pipeline, optimizer, groups, batches, positions, lr, gradients=None, loads=None
-):
+def train_step(job, groups, batches, positions, lr, gradients=None, loads=None, stop=False):
     """One step on this rank's micro-batches, all ranks together.
 
-    Returns a tensor (loss, gradient norm, auxiliary loss, this rank's share of the loss), without
-    having looked at a value: the host never waits for the device. If loss or norm is not finite, no
-    rank changes anything.
+    Returns a tensor (loss, gradient norm, auxiliary loss, how many ranks gave `stop`, this rank's
+    share of the loss), without having looked at a value: the host never waits for the device. If
+    loss or norm is not finite, no rank changes anything, and the gradients stay for a look at them.
     Two lists may ask for more: gradients receives this rank's shards of the summed gradients before
-    clipping, loads how many of its tokens went to each expert, layer by layer.
+    and after clipping, loads how many of its tokens went to each expert, layer by layer.
     """
+    model, pipeline, optimizer, scales = job
     N = dp.count_valid(batches, groups["tokens"])
     ep.begin_step(model, N)
     # Gradients may travel during the last backward, if it is known which one that is.
@@ -521,21 +584,25 @@ def train_step(
     loss = pipeline.step(batches, N, positions)
     optimizer.sum_gradients()  # forget
     if gradients is not None:
-        gradients.extend(flat.grad.clone() for flat in optimizer.flats)
+        gradients.append([flat.grad.clone() for flat in optimizer.flats])
     if loads is not None:
         loads.extend(moe.load.clone() for moe in ep.moe_layers(model))
 
     copies = dist.get_world_size(groups["tp"])  # each of its ranks has the loss of all its tokens
     auxiliary = sum(moe.loss for moe in ep.moe_layers(model))
-    stats = torch.stack([loss.double() / copies, optimizer.squares(), loss.new_zeros(()).double()])
-    stats[2] += auxiliary
-    dist.all_reduce(stats, group=groups["control"])
-    norm = stats[1].sqrt()
-    skip = 1 - torch.isfinite(stats).all().float()
-    optimizer.scale((MAX_NORM / (norm + 1e-6)).clamp(max=1))
+    blank = loss.new_zeros((), dtype=torch.float64)
+    stats = torch.stack([loss.double() / copies, optimizer.squares(), blank + auxiliary, blank + stop])
+    dist.all_reduce(stats, group=groups["control"])  # what all ranks have to agree on
+    norm, finite = stats[1].sqrt(), torch.isfinite(stats).all()
+    skip = 1 - finite.float()
+    optimizer.scale(torch.where(finite, (MAX_NORM / (norm + 1e-6)).clamp(max=1), 1))
+    if gradients is not None:
+        gradients.append([flat.grad.clone() for flat in optimizer.flats])
     optimizer.step(lr, skip)
-    ep.end_step(model, groups.get("dp·cp·tp"), skip)
-    return torch.stack([stats[0], norm, stats[2], loss.double()])
+    ep.end_step(model, groups["dp·cp·tp"], skip)
+    if scales:
+        scales.end_step(groups["dp·cp·tp"], skip=skip)
+    return torch.stack([stats[0], norm, stats[2], stats[3], loss.double()])
 
 
 def sent(args, optimizer, groups, loads):
@@ -552,13 +619,18 @@ def sent(args, optimizer, groups, loads):
     if loads:
         costs["ep", "all_to_all"] = experts_sent(args, groups["ep"], loads, rank)
         costs["dp·cp·tp", "all_reduce"] = dp.sent([8 * sum(map(len, loads))], size["dp·cp·tp"])
+    if args.fp8 == "delayed":
+        rows = linears(MODELS[args.model]) * len(sum(stage_kinds(args, rank).values(), []))
+        scaled = fp8.sent(fp8.RECIPES["delayed"], rows, size["dp·cp·tp"])
+        cost = scaled.get("all_reduce", (rows > 0, 0))  # a group of one is asked, too
+        costs["dp·cp·tp", "all_reduce"] = add(costs.get(("dp·cp·tp", "all_reduce")), cost)
     if args.pp > 1:
         hidden = args.micro_batch * args.seq // args.cp // args.tp * MODELS[args.model].dim
         shape = args.pp, m, chunks(args), rank, hidden * DTYPES[args.dtype].itemsize
         costs["pp", "send"] = pp.sent(args.schedule, *shape)
-    # Control: the valid tokens in int64; loss, squared norm and auxiliary loss in float64.
+    # Control: the valid tokens in int64; loss, squared norm, auxiliary loss and stop in float64.
     costs["tokens", "all_reduce"] = dp.sent([8], size["tokens"])
-    costs["control", "all_reduce"] = dp.sent([24], size["control"])
+    costs["control", "all_reduce"] = dp.sent([32], size["control"])
     return costs
 
 
@@ -580,7 +652,9 @@ def weights_sent(args, optimizer, size, rank):
     for cut, same in dict.fromkeys(places.values()):
         n = size.get(cut, 1)
         lengths = {k: flat.length for k, flat in flats.items() if places[k] == (cut, same)}
-        over_cut = zero.sent(args.zero, lengths, units, n, weight, gradient, times, passes)
+        over_cut = zero.sent(
+            args.zero, lengths, units, n, weight, gradient, times, passes, zero.reduces_by()
+        )
         shards = [length // n * gradient for length in lengths.values()]
         for key, cost in [
             *(((cut, collective), cost) for collective, cost in over_cut.items()),
@@ -605,7 +679,8 @@ def stage_kinds(args, rank):
 
 
 def activations_sent(args, rank):
-    """The same for a micro-batch, forward and backward: attention over cp, matrices over tp."""
+    """The same for a micro-batch, forward and backward: attention over cp, matrices over tp, and
+    over tp, too, the largest numbers that FP8 scales are made of."""
     c, dtype, B, costs = MODELS[args.model], DTYPES[args.dtype], args.micro_batch, {}
     heads = c.heads // args.tp, max(c.kv_heads // args.tp, 1), c.head_dim
     last = args.pp * chunks(args) - 1
@@ -623,10 +698,20 @@ def activations_sent(args, rank):
             if has_experts(args) and args.cp * args.tp > 1:  # loads, for the auxiliary loss
                 cost = dp.sent([8 * B * c.experts] * forwards, args.cp * args.tp)
                 rows.append(("cp·tp", {"all_reduce": cost}))
+            if args.fp8 == "tensor":
+                scaled = fp8.sent(fp8.RECIPES["tensor"], linears(c), args.tp, 1, forwards)
+                rows.append(("tp", scaled))
         for axis, row in rows:
             for collective, cost in row.items():
                 costs[axis, collective] = add(costs.get((axis, collective)), cost)
     return costs
+
+
+def linears(c):
+    """Of a layer, those whose FP8 scales have a past or are shared (08): not the experts."""
+    if hasattr(c, "experts"):
+        return 4 + 3 * (c.shared > 0)
+    return 7
 
 
 def experts_sent(args, group, loads, rank):
@@ -713,11 +798,13 @@ def plain_model(args, dtype, device):
     return model, [block.mlp for block in model.layers.values()]
 
 
-def reference(args, sample, steps, dtype, device):
+def reference(args, sample, steps, dtype, device, make=None, prepare=None):
     """The same training on one device: the whole batch at once, plain backward, torch's optimizer.
 
     Uses the model of 01 and nothing of the chapters after it. Returns {"loss", "norm",
-    "gradient", "weight"}: each a dict of tensors by step, by parameter and step, by parameter.
+    "gradient", "clipped", "weight"}: dicts of tensors by step, by parameter and step, by parameter.
+    make(args, matrices, vectors) gives another optimizer; prepare(model) changes the model and
+    gives what to call after each step.
     """
     start, _ = plain_model(args, DTYPES[args.dtype], device)
     model, experts = plain_model(args, dtype, device)
@@ -727,8 +814,9 @@ def reference(args, sample, steps, dtype, device):
     if dtype == torch.bfloat16:
         masters = [w.detach().float().requires_grad_() for w in masters]
     matrices = [w for w in masters if w.dim() > 1]
-    optimizer = torch_optimizer(args, matrices, [w for w in masters if w.dim() <= 1])
-    result = {"loss": {}, "norm": {}, "gradient": {}}
+    make, after_step = make or torch_optimizer, prepare and prepare(model)
+    optimizer = make(args, matrices, [w for w in masters if w.dim() <= 1])
+    result = {"loss": {}, "norm": {}, "gradient": {}, "clipped": {}}
     for step in range(steps):
         pairs = [sample(i) for i in range(step * args.batch, (step + 1) * args.batch)]
         tokens, labels = (torch.stack(column).to(device) for column in zip(*pairs))
@@ -740,6 +828,8 @@ def reference(args, sample, steps, dtype, device):
             result["gradient"][f"{name}, step {step + 1}"] = w.grad.clone()
             master.grad = w.grad
         norm = torch.nn.utils.clip_grad_norm_(masters, MAX_NORM)
+        for name, master in zip(weights, masters):
+            result["clipped"][f"{name}, step {step + 1}"] = master.grad.clone()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args)
         optimizer.step()
@@ -750,6 +840,8 @@ def reference(args, sample, steps, dtype, device):
             for moe in experts:
                 rate = moe.config.bias_rate
                 moe.router.bias += rate * (moe.load.mean() - moe.load).sign()
+        if after_step:
+            after_step()
         result["loss"][f"step {step + 1}"] = loss.detach()
         if experts:
             result["loss"][f"auxiliary, step {step + 1}"] = auxiliary.detach()
@@ -762,19 +854,28 @@ class Check:
     """Compares the first K steps of a run with one device."""
 
     BOUND = {  # relative errors that rounding explains and a mistake does not
-        torch.float64: {"loss": 1e-12, "norm": 1e-12, "gradient": 1e-11, "weight": 1e-10},
-        torch.float32: {"loss": 1e-5, "norm": 1e-4, "gradient": 1e-4, "weight": 1e-4},
+        torch.float64: {"loss": 1e-12, "norm": 1e-12, "gradient": 1e-11, "clipped": 1e-11,
+                        "weight": 1e-10},
+        torch.float32: {"loss": 1e-5, "norm": 1e-4, "gradient": 1e-4, "clipped": 1e-4,
+                        "weight": 1e-4},
     }
 
     def __init__(self, args, sample, device):
         self.steps, self.dtype = min(args.check, args.steps), DTYPES[args.dtype]
+        in_fp8 = args.fp8 or args.fp8_optimizer
+        if in_fp8:  # after that, rounding has led two runs to different weights
+            self.steps = min(self.steps, 2)
         # Rank 0 alone, as ranks may share cores. The others wait for it, however long it takes.
         self.active = self.steps > 0 and dist.get_rank() == 0
-        self.ours = {"loss": {}, "norm": {}, "gradient": {}, "weight": {}}
+        self.ours = {"loss": {}, "norm": {}, "gradient": {}, "clipped": {}, "weight": {}}
+        self.rounded = self.dtype not in self.BOUND or in_fp8
         if self.active:
-            self.expected = reference(args, sample, self.steps, self.dtype, device)
-            if self.dtype not in self.BOUND:
-                self.exact = reference(args, sample, self.steps, torch.float64, device)
+            make = fp8_optimizer if args.fp8_optimizer else None
+            prepare = args.fp8 and (lambda model: fp8.use(model, args.fp8).end_step)
+            run = args, sample, self.steps
+            self.expected = reference(*run, self.dtype, device, make, prepare)
+            if self.rounded:
+                self.exact = reference(*run, torch.float64, device)
         if self.steps:
             dist.barrier(dist.new_group(timeout=timedelta(days=1), group_desc="check"))
 
@@ -785,25 +886,29 @@ class Check:
         if f"auxiliary, {key}" in self.expected["loss"]:
             self.ours["loss"][f"auxiliary, {key}"] = torch.tensor(auxiliary, dtype=torch.float64)
         self.ours["norm"][key] = torch.tensor(norm, dtype=torch.float64)
-        self.ours["gradient"].update({f"{name}, {key}": g for name, g in gradients.items()})
+        for kind, tensors in zip(("gradient", "clipped"), gradients):
+            self.ours[kind].update({f"{name}, {key}": g for name, g in tensors.items()})
         if weights is not None:  # after the last step that is compared
             self.ours["weight"] = {name: p.detach().clone() for name, p in weights.items()}
+            if self.rounded:  # the bias of an expert moves by the sign of a small difference
+                for name in [n for n in self.ours["weight"] if n.endswith("router.bias")]:
+                    for one in (self.ours, self.expected, self.exact):
+                        del one["weight"][name]
         return self.expected["loss"][key].item()
 
     def error_and_bound(self, kind):
-        if self.dtype in self.BOUND:
+        if not self.rounded:
             error = dp.worst_error(self.ours[kind], self.expected[kind])
             return error, self.BOUND[self.dtype][kind]
-        # bf16 rounds every product, and another layout rounds in another order. What we allow is
-        # half as much again as the error of one device in bf16, both measured against float64.
+        # bf16 and FP8 round every product, and another layout rounds in another order. We allow
+        # half as much again as the error of one device that does so, both against float64.
         # A single number can be right by luck on one device: a norm is as far off at the most as
-        # the gradient as a whole, and the loss is held to the spacing of bf16.
+        # the gradient as a whole, and the loss is allowed the spacing of bf16.
         error = dp.worst_error(self.ours[kind], self.exact[kind])
-        if kind == "loss":
-            return error, 2**-8
         if kind == "norm":
             return error, 1.5 * self.whole_gradient_error()
-        return error, 1.5 * dp.worst_error(self.expected[kind], self.exact[kind])[0]
+        bound = 1.5 * dp.worst_error(self.expected[kind], self.exact[kind])[0]
+        return error, max(bound, 2**-8) if kind == "loss" else bound
 
     def whole_gradient_error(self):
         """One device's relative error of all gradients of a step as one vector; the worst step."""
@@ -820,7 +925,7 @@ class Check:
     def report(self):
         """Print the table; returns the failures, gradients first."""
         rows, failures = [], []
-        for kind in ("gradient", "weight", "norm", "loss") if self.active else ():
+        for kind in ("gradient", "clipped", "weight", "norm", "loss") if self.active else ():
             (error, where), bound = self.error_and_bound(kind)
             rows.append([kind, len(self.ours[kind]), f"{error:.1e}", f"{bound:.1e}", where])
             if not error <= bound:
@@ -894,12 +999,12 @@ def replicas_differ(weights, boxes):
     return sorted({name for (name, _), different in sums.items() if len(different) > 1})
 
 
-def own_weights(args, model, optimizer):
+def own_weights(args, job):
     """Weights and buffers by name: the model's own, or, where ZeRO-3 cut them, gathered."""
-    weights = dict(model.named_parameters())
+    weights = dict(job.model.named_parameters())
     if args.zero == 3:
-        weights = optimizer.gathered([flat.shard for flat in optimizer.flats])
-    return weights | dict(saved_buffers(model))
+        weights = job.optimizer.gathered([flat.shard for flat in job.optimizer.flats])
+    return weights | dict(saved_buffers(job.model))
 
 
 def saved_buffers(model):
@@ -909,30 +1014,62 @@ def saved_buffers(model):
             yield name, tensor
 
 
-def buffer_pieces(model, groups):
-    """The same as pieces of a checkpoint (03); one rank of a stage writes them."""
-    for name, t in saved_buffers(model):
-        owned = dist.get_rank(groups["dp·cp·tp"]) == 0
-        yield zero.Piece(name, "buffer", (len(t),), ((0, len(t)),), 0, len(t), t, owned)
+def buffer_pieces(job, groups):
+    """The same, and FP8's past scales (08), as pieces of a checkpoint; one rank of a stage writes."""
+    owned = dist.get_rank(groups["dp·cp·tp"]) == 0
+    scales = job.scales.tensors() if job.scales else {}
+    for kind, tensors in (("buffer", dict(saved_buffers(job.model))), ("amax", scales)):
+        for name, t in tensors.items():
+            yield zero.Piece(name, kind, (len(t),), ((0, len(t)),), 0, len(t), t, owned)
 
 
 # --- 7. Training -----------------------------------------------------------------------------
 
 
-PEAK = {  # dense bf16 FLOP/s by device name, from the makers' data sheets
-    "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12,
-}  # fmt: skip
+class Timeline(dp.Trace):
+    """What this rank did when, by host clock: the pipeline's actions, and "wait", blocked in them.
+
+    Every wait for a collective or a transfer, torch's own included, goes through Work.wait, so it
+    is taken over while the run lasts. NCCL's wait only queues: the times are those of CPU ranks.
+    """
+
+    ACTIONS = {"forward": "F", "input_grad": "I", "weight_grads": "W", "backward": "B"}
+
+    def __init__(self, group, pipeline):
+        super().__init__(group)
+        self.wait = dist.Work.wait
+        for method, letter in self.ACTIONS.items():
+            setattr(pipeline, method, partial(self.act, getattr(pipeline, method), letter))
+
+    def act(self, method, letter, stage, micro_batch):
+        with self.span(f"{letter}{micro_batch}", lane=f"stage {stage}"):
+            method(stage, micro_batch)
+
+    def __enter__(self):
+        def wait(work, *timeout):
+            with self.span("wait", lane="waiting"):
+                return self.wait(work, *timeout)
+
+        dist.Work.wait = wait
+        return self
+
+    def __exit__(self, *_):
+        dist.Work.wait = self.wait
+
+    def share(self, name, begin):
+        """Of the time since `begin`, how much was spent in spans of this name."""
+        spent = sum(e - max(b, begin) for _, n, b, e in self.spans if n == name and e > begin)
+        return spent / (self.now() - begin)
 
 
 def mfu(args, device, tokens_per_second):
     """Share of the peak spent on useful FLOPs, per rank; None where the peak is not known."""
-    if device.type != "cuda" or args.dtype != "bfloat16":
-        return None
-    name = torch.cuda.get_device_name(device)
-    peak = next((flops for known, flops in PEAK.items() if known in name), None)
+    name = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else "cpu"
+    peaks = [p for (gpu, dtype), p in memory.PEAKS.items() if gpu in name and dtype == "bf16"]
     count = ep.moe_flops_per_token if has_experts(args) else memory.flops_per_token
-    useful = count(MODELS[args.model], args.seq)
-    return peak and tokens_per_second / dist.get_world_size() * useful / peak
+    useful = count(MODELS[args.model], args.seq) * tokens_per_second / dist.get_world_size()
+    known = peaks and args.dtype == "bfloat16" and not args.fp8
+    return memory.utilisation(useful, 1, peaks[0]) if known else None
 
 
 def facts(args, tokens):
@@ -940,31 +1077,33 @@ def facts(args, tokens):
 
     Not the layout, and not --steps: a run may be made longer, its learning rate follows.
     """
-    names = ("model", "seed", "batch", "seq", "dtype", "optimizer", "lr")
+    names = ("model", "seed", "batch", "seq", "dtype", "optimizer", "lr", "fp8", "fp8_optimizer")
     return {name: getattr(args, name) for name in names} | {"data": dp.fingerprint(tokens)}
 
 
-def resume(args, model, optimizer, groups, run):
+def resume(args, job, groups, run):
     """Load the newest good checkpoint; returns how many steps were done, 0 if there is none."""
     folder = zero.newest(args.ckpt, groups["control"], dp.log)
     if folder is None:
         dp.log(f"no checkpoint in {args.ckpt}: starting from the beginning\n")
         return 0
     saved = zero.read_index(folder)["facts"]
-    if other := [f"{k} {run[k]}, not {saved[k]}" for k in run if run[k] != saved[k]]:
+    if other := [f"{k} {run[k]}, not {saved.get(k)}" for k in run if run[k] != saved.get(k)]:
         raise zero.CheckpointError(f"{folder} is of another run: {', '.join(other)}")
-    more = buffer_pieces(model, groups)
-    index = zero.restore(folder, optimizer, groups["control"], dp.log, boxes(args, groups), more)
+    more, control = buffer_pieces(job, groups), groups["control"]
+    index = zero.restore(folder, job.optimizer, control, dp.log, boxes(args, groups), more)
+    if job.scales:
+        job.scales.filled()
     step = index["step"]
     dp.log(f"resumed from {folder}: {step} steps done\n")
     return step
 
 
-def save(args, step, model, optimizer, groups, run):
+def save(args, step, job, groups, run):
     """Write a checkpoint of `step` steps. If that fails, training goes on; returns the failures."""
     begin = time.perf_counter()
     try:
-        pieces = [*optimizer.state(boxes(args, groups)), *buffer_pieces(model, groups)]
+        pieces = itertools.chain(job.optimizer.state(boxes(args, groups)), buffer_pieces(job, groups))
         size = zero.save(args.ckpt, step, pieces, run, groups["control"])
     except zero.CheckpointError as error:
         dp.log(f"checkpoint of step {step} not written ({error}); the one before it stands")
@@ -975,68 +1114,106 @@ def save(args, step, model, optimizer, groups, run):
 
 def train(args):
     """The whole job of one rank; returns the exit code."""
+    stopping = []  # after SIGTERM; the ranks agree on the step in train_step
+    signal.signal(signal.SIGTERM, lambda *_: stopping.append(True))
     device, sizes = dp.device(), layout(args)
     groups = make_groups(args, sizes)
     tokens = dp.open_tokens(args.data)
     dp.agree(dp.fingerprint(tokens), "the training data", groups["control"])
     sample = dp.Samples(tokens, args.seq, args.seed)
-    model, pipeline, optimizer = compose(args, groups, device)
+    job = compose(args, groups, device)
     describe(args, sizes)
     check = Check(args, sample, device)
-    run, unsaved, first = facts(args, tokens), [], 0
+    run, unsaved, skipped, first = facts(args, tokens), [], 0, 0
     if args.resume:
         try:
-            first = resume(args, model, optimizer, groups, run)
+            first = resume(args, job, groups, run)
         except zero.CheckpointError as error:  # the same on all ranks
             return dp.verdict("09_combined_5d", [str(error)])
-    wire, csv = dp.Wire(), open_csv(args.csv, first)
+    wire, csv = dp.Wire(), Csv(args.csv, first)
     positions, loads = my_positions(args, groups, device), []
-
-    auxiliary_head = " auxiliary" * has_experts(args)
-    dp.log(f" step       loss  one device{auxiliary_head}  grad norm        lr  tokens/s    MFU")
+    timeline, traced = Timeline(groups["control"], job.pipeline), []
+    show_step = Columns(args, device)
     for step in range(first, args.steps):
-        begin, lr = time.perf_counter(), learning_rate(step, args)
+        begin, lr = timeline.now(), learning_rate(step, args)
         gradients = [] if step < check.steps else None
-        with wire if step == first else contextlib.nullcontext():
-            batches = my_batches(args, groups, sample, step, device)
-            stats = train_step(model, pipeline, optimizer, groups, batches, positions, lr,
-                               gradients, loads if step == first else None)  # fmt: skip
-        # The one look at values, for the line below.
-        loss, norm, auxiliary, own = stats.tolist()
-        speed = args.batch * args.seq / (time.perf_counter() - begin)
+        with timeline, wire if step == first else contextlib.nullcontext():
+            with timeline.span("data", "data"):
+                batches = my_batches(args, groups, sample, step, device)
+            stats = train_step(job, groups, batches, positions, lr, gradients,
+                               loads if step == first else None, bool(stopping))  # fmt: skip
+            # The one look at values, for the line below.
+            loss, norm, auxiliary, stop, own = stats.tolist()
+        seconds = timeline.now() - begin
+        waits = [timeline.share(name, begin) for name in ("wait", "data")]
+        traced += timeline.spans if args.trace and step < first + TRACED else []
+        timeline.spans.clear()
         expected = "-"
         if step < check.steps:  # whole tensors take all ranks
-            gradients, weights = whole(args, optimizer.gathered(gradients), groups), None
+            gradients = [whole(args, job.optimizer.gathered(g), groups) for g in gradients]
+            weights = None
             if step + 1 == check.steps:
-                weights = whole(args, own_weights(args, model, optimizer), groups)
+                weights = whole(args, own_weights(args, job), groups)
             if check.active:
                 expected = f"{check.note(step, loss, norm, auxiliary, gradients, weights):.6f}"
-        used = mfu(args, device, speed)
-        extra = f" {auxiliary:9.6f}" * has_experts(args)
-        dp.log(f"{step + 1:5} {loss:10.6f} {expected:>11}{extra} {norm:10.4f} {lr:9.2e}"
-               f" {speed:9,.0f} {f'{used:.1%}' if used else 'none':>6}")  # fmt: skip
-        if csv:
-            csv.write(f"{step + 1},{loss!r},{norm!r},{lr!r}\n")
-        if not math.isfinite(loss + norm):  # the same numbers on all ranks, so all stop here
-            return dp.verdict("09_combined_5d", [not_finite(step, loss, norm, own)])
+        show_step(step, loss, expected, auxiliary, norm, lr, seconds, waits)
+        csv.write(step + 1, loss, norm, lr, seconds, *waits)
         done = step + 1
-        if args.ckpt and (done == args.steps or args.save_every and done % args.save_every == 0):
-            unsaved = save(args, done, model, optimizer, groups, run)
+        # The numbers are the same on all ranks, so all take the same way here.
+        if not math.isfinite(loss + norm):
+            words = f"step {done}: loss {loss}, gradient norm {norm}, no weight was changed; "
+            words += first_not_finite(args, own, job.optimizer, groups)
+            if args.on_nonfinite == "stop":
+                return dp.verdict("09_combined_5d", [words])
+            dp.log(f"skipped: {words}")
+            skipped += 1
+        last = stop or done == args.steps
+        if args.ckpt and (last or args.save_every and done % args.save_every == 0):
+            unsaved = save(args, done, job, groups, run)
+        if stop and done < args.steps:
+            unsafe = "" if args.ckpt else ", nothing saved: no --ckpt"
+            dp.log(f"SIGTERM: stopped after step {done}{unsafe}")
+            return dp.verdict("09_combined_5d", unsaved + csv.failures)
 
+    if args.trace:
+        timeline.spans = traced
+        everyone = timeline.everyone()
+        if dist.get_rank() == 0:
+            dp.write_trace(args.trace, everyone)
     failures = []
     if first < args.steps:
-        failures = report(args, model, optimizer, groups, wire, loads, check)
-    show_text(args, pipeline, groups, tokens, device)
-    return dp.verdict("09_combined_5d", failures + unsaved)
+        failures = report(args, job, groups, wire, loads, check)
+    if skipped:
+        dp.log(f"{skipped} of {args.steps - first} steps skipped: loss or gradient not finite")
+    show_text(args, job.pipeline, groups, tokens, device)
+    return dp.verdict("09_combined_5d", failures + unsaved + csv.failures)
 
 
-def not_finite(step, loss, norm, own):
-    """What to say of a step whose loss or gradient norm is not finite."""
+def first_not_finite(args, own, optimizer, groups):
+    """Where a loss or gradient that is not finite was seen first: rank, stage, parameter.
+
+    Backward spreads it from later layers to earlier ones, so it arose at the last that has it.
+    """
+    order, stages = [*boxes(args, groups)], my_stages(args, dist.get_rank(groups["pp"]))
+    bad = [  # (is it a loss? place in the model, parameter, stage), the largest arose first
+        (False, order.index(name), name, stages[optimizer.lane_of[flat]])
+        for flat in optimizer.order
+        for name, (_, _, gradient) in flat.pieces(flat.grad).items()
+        if not gradient.isfinite().all()
+    ]
+    bad += [(True, 0, "", stages[-1])] * (not math.isfinite(own))
     everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    ranks = [rank for rank, share in enumerate(everyone) if not math.isfinite(share)]
-    where = f"first on rank {ranks[0]}" if ranks else "in a gradient, every rank's loss is finite"
-    return f"step {step + 1}: loss {loss}, gradient norm {norm}, {where}; no weight was changed"
+    dist.all_gather_object(everyone, max(bad, default=None))
+    (loss, _, name, stage), rank = max(
+        ((seen, -rank) for rank, seen in enumerate(everyone) if seen), default=((0, 0, "?", 0), 0)
+    )
+    what = "its loss" if loss else f"the gradient of {name}"
+    return f"first on rank {-rank}, stage {stage}: {what}"
+
+
+def held_table(held):
+    rows = [[k, len(ts), sum(t.numel() * t.element_size() for t in ts)] for k, ts in held.items() if ts]
+    dp.table(["held between steps", "tensors", "bytes"], rows)
 
 
 def describe(args, sizes):
@@ -1053,30 +1230,82 @@ def describe(args, sizes):
     if has_experts(args):
         c = MODELS[args.model]
         dp.log(f"{c.top_k} of {c.experts} experts, on ep {args.ep} ranks each layer's")
+    if args.fp8 or args.fp8_optimizer:
+        what = [f"products {args.fp8}"] * bool(args.fp8) + ["moments"] * args.fp8_optimizer
+        dp.log(f"FP8: {', '.join(what)}")
     dp.log()
 
 
-def open_csv(path, first):
-    """The file, with what it says of the first steps if they were done by an earlier run."""
-    if path is None or dist.get_rank() != 0:
-        return None
-    lines = open(path).readlines()[1:] if first and os.path.exists(path) else []
-    file = open(path, "w", buffering=1)
-    file.write("step,loss,grad_norm,lr\n")
-    for line in lines:  # the last may be torn
-        if line.endswith("\n") and int(line.split(",")[0]) <= first:
-            file.write(line)
-    return file
+class Columns:
+    """The line of a step. wait and data are the shares of the step that rank 0 stood still for
+    communication and spent on making its batch."""
+
+    def __init__(self, args, device):
+        self.args, self.device = args, device
+        self.cpu, self.moe = device.type == "cpu", has_experts(args)
+        dp.log(" step     loss  one device" + "   auxiliary" * self.moe + "   norm       lr  tokens/s"
+               "  a rank" + ("  wait  data" if self.cpu else "    MFU"))  # fmt: skip
+
+    def __call__(self, step, loss, expected, auxiliary, norm, lr, seconds, waits):
+        speed = self.args.batch * self.args.seq / seconds
+        line = f"{step + 1:5} {loss:8.6f}  {expected:>10}" + f"    {auxiliary:8.6f}" * self.moe
+        line += f" {norm:6.3f} {lr:8.1e} {speed:9,.0f} {speed / dist.get_world_size():7,.0f}"
+        used = mfu(self.args, self.device, speed)
+        if self.cpu:
+            line += "".join(f"  {wait:4.0%}" for wait in waits)
+        else:
+            line += f"  {used:5.1%}" if used else "   none"
+        dp.log(line)
 
 
-def report(args, model, optimizer, groups, wire, loads, check):
+class Csv:
+    """A line for each step, in full precision, on rank 0 if a file is named."""
+
+    HEAD = "step,loss,grad_norm,lr,seconds,wait,data\n"
+
+    def __init__(self, path, first):
+        """Keep what the file says of the first steps, if they were done by an earlier run."""
+        self.path, self.file, self.failures = path, None, []
+        if path is not None and dist.get_rank() == 0:
+            old = Path(path).read_text(errors="replace") if first and os.path.exists(path) else ""
+            rows = re.finditer(r"^(\d+),.*\n", old, re.M)  # the last line may be torn
+            kept = [row[0] for row in rows if int(row[1]) <= first]
+            self.attempt(self.open, "".join([self.HEAD, *kept]))
+
+    @classmethod
+    def is_ours(cls, path):
+        with open(path, errors="replace") as file:
+            return file.readline(200).split(",")[:2] in (["step", "loss"], [""])
+
+    def open(self, text):
+        with open(f"{self.path}.tmp", "w") as file:  # aside, or a kill here would lose the lines
+            file.write(text)
+        os.replace(f"{self.path}.tmp", self.path)
+        self.file = open(self.path, "a", buffering=1)
+
+    def write(self, *row):
+        if self.file:
+            self.attempt(self.file.write, ",".join(map(repr, row)) + "\n")
+
+    def attempt(self, act, text):
+        """A full disk does not stop the training; the verdict tells of it."""
+        try:
+            act(text)
+        except OSError as error:
+            self.file, self.failures = None, [f"--csv {self.path}: {error}"]
+            dp.log(f"{self.failures[0]}; no further lines")
+
+
+def report(args, job, groups, wire, loads, check):
     """Bytes beside formulas, errors beside bounds; returns the failures."""
     dp.log()
-    failures = wire_table(wire, args, optimizer, groups, loads)
+    held_table(job.optimizer.tensors())
+    dp.log()
+    failures = wire_table(wire, args, job.optimizer, groups, loads)
     if args.check:
         dp.log()
         failures = check.report() + failures  # parameters first: they say more
-        differing = replicas_differ(own_weights(args, model, optimizer), boxes(args, groups))
+        differing = replicas_differ(own_weights(args, job), boxes(args, groups))
         dp.log(f"replicas: {len(differing)} weights differ between ranks")
         failures += [f"{name} differs between ranks" for name in differing]
     return failures
@@ -1148,33 +1377,100 @@ def even_splits(args, rank, counts):
     return [give, [give[rank]] * args.ep]
 
 
-def dry_run(args, world):
-    """One real step of one rank of any world, on tensors without contents."""
+def dry_step(args, world):
+    """One real step of one rank of any world, on tensors without contents: what it holds and does.
+
+    held         {kind: tensors} between two steps
+    activations  bytes kept for backward when most are: after the forward pass after which most live
+    peak         the most bytes that lived at once, with all that a step needs for a moment
+    flops        (of matmuls, of attention)
+    wire         what was sent
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=args.rank, world_size=world)
-    sizes = layout(args)
-    groups, loads = make_groups(args, sizes), []
+    groups, loads = make_groups(args, layout(args)), []
     even = partial(even_splits, args, dist.get_rank(groups["ep"])) if has_experts(args) else None
-    with FakeTensorMode(), dp.Wire() as wire, mock.patch.object(ep, "splits", even):
-        model, pipeline, optimizer = compose(args, groups, "cpu")
+    with FakeTensorMode(), mock.patch.object(ep, "splits", even):
+        job = compose(args, groups, "cpu")
+        pipeline = job.pipeline
         empty = torch.zeros(args.seq, dtype=torch.int64)
         batches = my_batches(args, groups, lambda i: (empty, empty), 0, "cpu")
         positions = my_positions(args, groups, "cpu")
-        train_step(model, pipeline, optimizer, groups, batches, positions, args.lr)
-        held = optimizer.tensors()
+        live, most = memory.Live(held=lambda: everything_held(job, batches, positions)), [0]
+        pipeline.forward = partial(_note_activations, pipeline, pipeline.forward, live, most)
+        with live, dp.Wire() as wire, Flops() as flops:
+            train_step(job, groups, batches, positions, args.lr)
+        held = job.optimizer.tensors()
     if has_experts(args):
         load = torch.tensor(even_load(args)) * micro_batches(args)
-        loads = [load] * len(ep.moe_layers(model))
+        loads = [load] * len(ep.moe_layers(job.model))
+    return SimpleNamespace(held=held, activations=most[0], peak=live.peak, wire=wire,
+                           flops=(flops.matmuls, flops.attention),
+                           optimizer=job.optimizer, groups=groups, loads=loads)  # fmt: skip
+
+
+class Flops(TorchDispatchMode):
+    """Counts FLOPs by torch's own rules, told of what these do not know.
+
+    (torch's FlopCounterMode also keeps track of modules, by hooks that hold on to activations.)
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.matmuls = self.attention = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out, aten, packet = op(*args, **(kwargs or {})), torch.ops.aten, op._overloadpacket
+        if packet is aten._scaled_dot_product_flash_attention_for_cpu:  # scores, and what they pick
+            (q, k), causal = args[:2], args[4:5] == (True,)  # defaults are left out
+            self.attention += 2 * 2 * q.numel() * k.shape[2] // (2 if causal else 1)
+        elif packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:  # scores again
+            (q, k), causal = args[1:3], args[7]
+            self.attention += 5 * 2 * q.numel() * k.shape[2] // (2 if causal else 1)
+        elif packet is aten._grouped_mm:  # 06: rows by the matrix of their own expert
+            self.matmuls += 2 * args[0].numel() * args[1].shape[-1]
+        elif packet in flop_registry:
+            self.matmuls += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def everything_held(job, batches, positions):
+    """All tensors that live whatever the schedule does: states, sums on their way, the batch."""
+    optimizer, flats = job.optimizer, job.optimizer.flats
+    states = [t for f in flats for t in (f.whole, f.shard, f.master, f.grad, f.full)]
+    states += [t for state in optimizer.inner.state.values() for t in state.values()]
+    states += [*job.model.buffers(), *(t for batch in batches for t in batch), positions]
+    return [t for t in states if t is not None]
+
+
+def _note_activations(pipeline, forward, live, most, stage, number):
+    forward(stage, number)
+    # Not what is between two stages: it waits for its transfer, and may wait for several others.
+    moving = [t for _, t in pipeline.sending] + [get() for get in pipeline.values.values()]
+    moving = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in moving}
+    most[0] = max(most[0], live.bytes()["activations"] - sum(moving.values()))
+
+
+def dry_run(args, world):
+    step, sizes = dry_step(args, world), layout(args)
     axes = " · ".join(f"{axis} {n}" for axis, n in sizes.items())
     print(f"09 dry run   rank {args.rank} of {world} = {axes}   {args.model}   {args.dtype}\n")
     dp.table(
         ["held", "tensors", "bytes"],
-        [[n, len(ts), sum(t.numel() * t.element_size() for t in ts)] for n, ts in held.items()],
+        [[n, len(ts), sum(t.numel() * t.element_size() for t in ts)] for n, ts in step.held.items()],
     )
+    print(f"\nkept for backward: {step.activations:,} bytes; the fullest moment: {step.peak:,}")
+    print(f"FLOPs: {step.flops[0]:,} in matmuls, {step.flops[1]:,} in attention")
+    if has_experts(args):
+        print("every expert is taken to get as many tokens as every other")
     print()
-    failures = wire_table(wire, args, optimizer, groups, loads)
+    failures = wire_table(step.wire, args, step.optimizer, step.groups, step.loads)
     print(f"09_combined_5d FAIL: {failures[0]}" if failures else "09_combined_5d OK")
     return 1 if failures else 0
 

@@ -4,6 +4,7 @@
 #   ./run.sh test        the tests, some six minutes;  ./run.sh test full   all of them
 #   ./run.sh 04 --help   one chapter, with its arguments;  ./run.sh all   every one
 #   ./run.sh bench       beside PyTorch's own, all rows, or those whose names begin as you say
+#   ./run.sh scaling     strong and weak scaling on this machine, and where the time goes
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -20,10 +21,21 @@ run() {
 }
 
 case "${1:-}" in
-"") run 09_combined_5d.py --dp 2 --micro-batch 3 --steps 150 --check ;;
+"")
+    run 09_combined_5d.py --model tiny-moe --dp 2 --pp 2 --cp 2 --tp 2 --ep 4 --zero 1 \
+        --batch 8 --micro-batch 2 --steps 40 --check
+    ;;
 test)
     [ "${2:-}" = full ] && set -- test --full
-    run -m pytest -q tests "${@:2}"
+    # Two processes share the tests: one alone leaves a core idle for much of the time.
+    share=$(mktemp -d)
+    trap 'kill $! 2>/dev/null || true; rm -r "$share"' EXIT
+    run -m pytest -q tests --share "$share" "${@:2}" >"$share/second" 2>&1 &
+    failed=0
+    run -m pytest -q tests --share "$share" "${@:2}" || failed=1
+    wait $! || failed=1
+    cat "$share/second"
+    exit $failed
     ;;
 all)
     for chapter in [0-9][0-9]_*.py; do
@@ -32,11 +44,12 @@ all)
     "$0"
     ;;
 bench) run tests/bench.py "${@:2}" ;;
+scaling) run tests/scaling.py ;;
 [0-9][0-9])
     run "$1"_*.py "${@:2}"
     ;;
 *)
-    sed -n '2,6p' "$0" >&2
+    sed -n '2,7p' "$0" >&2
     exit 2
     ;;
 esac

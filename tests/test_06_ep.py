@@ -13,6 +13,8 @@ import torch.nn.functional as F
 
 memory = import_module("01_memory")
 dp = import_module("02_dp")
+zero = import_module("03_zero")
+pp = import_module("05_pp_1f1b")
 ep = import_module("06_ep")
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
@@ -478,6 +480,95 @@ def test_dispatch_on_another_wire():
         assert saved and away > 0 and error < 1e-6 < difference < 2e-2
 
 
+# --- Clipping, and stages without experts -------------------------------------------------------
+
+
+def optimizer_of(model, experts, rest, **more):
+    """03's optimizer, not cut: the groups over which gradients of experts, of all else, are summed."""
+    groups = {
+        name: (None, (experts,) if ep.is_expert(name) else (rest,))
+        for name, _ in model.named_parameters()
+    }
+
+    def make(matrices, vectors):
+        return torch.optim.SGD(matrices + vectors, lr=1.0, fused=True)
+
+    return zero.Optimizer(model, zero.llama_units(model), groups, 0, make, **more)
+
+
+def norm_worker(degree, dense):
+    """A loss whose gradients are known: of norm 3 or 4 for the experts of a rank and its replicas
+    together, `dense` for a weight that all have."""
+    groups, world = ep.make_ep_groups(degree), dist.get_world_size()
+    model = ep.build_moe(config(layers=1), dtype=F64, group=groups["ep"])
+    optimizer = optimizer_of(model, groups["edp"], groups["all"])
+    expert, weight = model.layers["0"].mlp.experts.up_proj[0, 0, 0], model.norm.weight
+    loss = (3 + groups["ep"].rank() % 2) * expert / (world // degree) + dense * weight[0] / world
+    (loss + sum((p * 0).sum() for p in model.parameters())).backward()
+    optimizer.sum_gradients()
+    factor = zero.clip_factor(optimizer, 1.0, groups["all"])
+    optimizer.scale(factor)
+    optimizer.step(lr=0.1)
+    return factor.item(), weight.tolist()
+
+
+@pytest.mark.parametrize("world, degree", [(2, 2), (4, 2), (4, 4)])
+def test_one_norm_for_experts_and_all_else(world, degree):
+    """Every expert counts once, on whichever rank it is, and all ranks clip by the same factor."""
+    for dense in (0.0, 12.0):
+        norm = math.sqrt(25 * degree / 2 + dense**2)
+        results = dp.launch(norm_worker, world, degree, dense, timeout=20)
+        for factor, weights in results:
+            assert abs(factor - 1 / (norm + 1e-6)) < 1e-12
+            assert abs(1 - 0.1 * dense * factor - weights[0]) < 1e-12
+            assert weights == results[0][1]
+
+
+def half_moe(c):
+    """Two layers; only the second has experts."""
+    model, dense = ep.build_moe(c, dtype=F64), memory.build(c, dtype=F64)
+    model.layers["0"].mlp = dense.layers["0"].mlp
+    return model
+
+
+def stage_worker():
+    """A pipeline of a stage without experts and one with; norm, bias and load of a step."""
+    c, rank = config(bias_rate=0.1, balance=0.1), dist.get_rank()
+    alone = [dist.new_group([r]) for r in range(2)][rank]  # the ranks of this stage
+    tokens, labels = batch(c)
+    batches, N = list(zip(tokens.split(1), labels.split(1))), (labels != -100).sum()
+    model = half_moe(c)
+    pp.keep_stages(model, [1, 1], [rank])
+    lowered = pp.lower(pp.one_f_one_b(2, 4))
+    shape = lambda tokens: (*tokens.shape, c.dim)  # noqa: E731
+    pipeline = pp.Pipeline({rank: model}, lowered, dist.group.WORLD, shape)
+    optimizer = optimizer_of(model, alone, alone, on_finished=memory.on_finished)
+    ep.begin_step(model, N)
+    pipeline.step(batches, N)
+    optimizer.sum_gradients()
+    factor = zero.clip_factor(optimizer, 1e-3, dist.group.WORLD).item()
+    load, loss = ep.end_step(model, alone)
+    return factor, load, float(loss), [moe.router.bias for moe in ep.moe_layers(model)]
+
+
+def test_a_stage_without_experts_clips_and_ends_its_step_with_the_others():
+    c = config(bias_rate=0.1, balance=0.1)
+    model, (tokens, labels) = half_moe(c), batch(c)
+    N = (labels != -100).sum()
+    ep.begin_step(model, N)
+    (model.loss(model(tokens), labels) / N).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    expected, auxiliary = ep.end_step(model)
+    first, second = dp.launch(stage_worker, 2, timeout=20)
+    for factor, *_ in (first, second):
+        assert abs(factor * (norm + 1e-6) / 1e-3 - 1) < 1e-11
+    assert first[1:] == (None, 0.0, [])
+    _, load, loss, (bias,) = second
+    assert torch.equal(load, expected) and load.sum() == tokens.numel() * c.top_k
+    assert abs(loss - auxiliary) < 1e-12 and auxiliary > 0
+    assert torch.equal(bias, ep.moe_layers(model)[0].router.bias) and bias.any()
+
+
 # --- Bytes --------------------------------------------------------------------------------------
 
 KEPT = [  # options, dtype
@@ -802,7 +893,7 @@ def test_bias_and_logged_numbers_do_not_depend_on_layout_or_recomputation():
         load = load.double()
         bias = bias + 0.05 * (load.mean(1, keepdim=True) - load).sign()
         assert torch.allclose(now.double(), bias.double(), atol=1e-6) and now.any()
-    for world, mode, micro in ((1, "full", 2), (2, "none", 2), (2, "full", 1), (4, "selective", 1)):
+    for world, mode, micro in ((1, "full", 2), (2, "full", 1), (4, "selective", 1)):
         for history in dp.launch(bias_worker, world, mode, micro, timeout=20):
             for (load, loss, bias), (load1, loss1, bias1) in zip(history, reference, strict=True):
                 assert torch.equal(load, load1) and torch.equal(bias, bias1)
@@ -844,12 +935,28 @@ def test_evaluation_counts_nothing():
     assert not moe.load.any()
 
 
+def skewed_worker(seeds, rates, steps, last):
+    """Each rank trains tiny-moe with its own rate of the bias; [(loads, mean loss)] by seed."""
+    c = dataclasses.replace(ep.PRESETS["tiny-moe"], bias_rate=rates[dist.get_rank()])
+    runs = [ep.train_skewed(c, steps, 8, 64, seed) for seed in seeds]
+    return [(loads, losses[-last:].mean().item()) for loads, losses in runs]
+
+
 @pytest.mark.full
 def test_training_from_a_skewed_router():
-    """On text: with the bias the load becomes even, without it stays with two experts."""
-    small = dict(dim=32, layers=2, heads=4, kv_heads=2, ffn=32)
-    c, last = dataclasses.replace(ep.PRESETS["tiny-moe"], **small), 50
-    loads, _ = ep.train_skewed(c, 250, 8, 64)
-    biased, _ = ep.train_skewed(dataclasses.replace(c, bias_rate=0.01), 250, 8, 64)
-    assert ep.imbalance(loads[:5]) > 2 and ep.imbalance(biased[:5]) > 2
-    assert ep.imbalance(biased[-last:]) <= 1.2 < ep.imbalance(loads[-last:])
+    """tiny-moe on text: with the bias all layers' load becomes even, without it none's does.
+
+    The even load costs first: an expert sees k/E of the tokens, the two favourites saw all. With
+    the bias the loss is behind at step 300 and level at 500. Seeds differ by a percent, so from
+    two of them no finer "no worse" can be told.
+    """
+    last = 50
+    without, biased = dp.launch(skewed_worker, 2, (1, 2), (0.0, 0.01), 500, last, timeout=600)
+    for (loads, _), (biased_loads, _) in zip(without, biased, strict=True):
+        for run in (loads, biased_loads):
+            assert ep.imbalance(run[:5]) > 2
+        assert ep.imbalance(biased_loads[-last:]) <= 1.2  # of the worst layer
+        for number in range(4):
+            assert ep.imbalance(loads[-last:, [number]]) > 1.2
+    mean, biased_mean = (sum(loss for _, loss in runs) / 2 for runs in (without, biased))
+    assert biased_mean < 1.01 * mean

@@ -179,8 +179,9 @@ def poisoned_run(argv, where):
     combined.pp.Pipeline.step, compose = poisoned, combined.compose
 
     def composed(*args):
-        poisoned.model, pipeline, poisoned.optimizer = compose(*args)
-        return poisoned.model, pipeline, poisoned.optimizer
+        job = compose(*args)
+        poisoned.model, poisoned.optimizer = job.model, job.optimizer
+        return job
 
     combined.compose = composed
     code = combined.train(args)
@@ -189,7 +190,7 @@ def poisoned_run(argv, where):
     return code, poisoned.calls, len(same), all(same)
 
 
-@pytest.mark.parametrize("where, said", [("loss", "first on rank 1"), ("gradient", "in a gradient")])
+@pytest.mark.parametrize("where, said", [("loss", "first on rank 1"), ("gradient", "the gradient of lm_head.weight")])
 def test_what_is_not_finite_stops_all_ranks_and_changes_nothing(capfd, where, said):
     argv = "--dp 3 --steps 5 --seq 24".split()
     assert dp.launch(poisoned_run, 3, argv, where, timeout=60) == [(1, 2, 39, True)] * 3
@@ -376,13 +377,13 @@ def real_step(argv):
     """What the dry run claims, measured: bytes held and sent in one real step."""
     args = combined.parse(argv)
     groups = combined.make_groups(args, combined.layout(args))
-    model, pipeline, optimizer = combined.compose(args, groups, "cpu")
+    job = combined.compose(args, groups, "cpu")
     sample = dp.Samples(dp.open_tokens(), args.seq, 0)
     positions = combined.my_positions(args, groups, "cpu")
     with dp.Wire() as wire:
         batches = combined.my_batches(args, groups, sample, 0, "cpu")
-        combined.train_step(model, pipeline, optimizer, groups, batches, positions, 1e-3)
-    held = {kind: dp._bytes(tensors) for kind, tensors in optimizer.tensors().items()}
+        combined.train_step(job, groups, batches, positions, 1e-3)
+    held = {kind: dp._bytes(tensors) for kind, tensors in job.optimizer.tensors().items()}
     keys = [key for key in wire.calls if wire.bytes[key]]
     return held, {k: wire.calls[k] for k in keys}, {k: wire.bytes[k] for k in keys}
 
