@@ -206,6 +206,7 @@ class Layout:
     cp_kind: str = "ring"
     hybrid: int = 0
     dtype: str = "bfloat16"
+    fp8: str | None = None  # (08) the closed forms of section 8 are for none; see Stack.fp8
 
     @property
     def world(self):
