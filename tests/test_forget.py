@@ -11,7 +11,7 @@ import shutil
 import pytest
 from conftest import ROOT, run_script
 
-CHAPTERS = sorted(ROOT.glob("[0-9][0-9]_*.py"))
+CHAPTERS = sorted(ROOT.glob("0[0-9]_*.py"))  # 10 trains nothing
 QUICK = "07"  # the others with --full
 COMMAND = r"python (\d\d_\w+\.py(?: --[\w-]+(?: \w+)?)*)"
 NUMBER = r"error (\d[\d.]*(?:e[+-]?\d+)?)"

@@ -541,6 +541,17 @@ def planner(facts):
         for label, some in (("", good), ("all", mine)):
             choices += [(label, *choice) for choice in first_choices(stack, some)]
     dp.table(head, table)
+    runs = [(row, lay) for row, lay in ok if trusted(row)]
+    eager = plan.STACKS["eager"]
+    for what, stack in (
+        ("10's own constants, as they are", eager),
+        ("without the host", replace(eager, host=0, crossing=0, spread=0)),
+    ):
+        off = [abs(float(row["step_time_s"]) / seconds(stack, lay) - 1) for row, lay in runs]
+        print(f"  {what}: median error {statistics.median(off):.1%}")
+    said = re.search(r"is not (\d+) but (\d+) %", plan.__doc__).group(2)
+    if facts.is_dir() and f"{statistics.median(off):.0%}" != f"{said}%":
+        wrong.append(f"10 says that without the host the error is {said} %")
 
     print("\n  first choice of the planner for each model and number of nodes, among runs made")
     for label, name in (("", "filtered"), ("all", "all rows")):
