@@ -34,6 +34,7 @@ def stage(number, group):
     optimizer = zero.Optimizer(model, units, cut, number, adamw, memory.on_finished)
 
     def step():
+        optimizer.begin()
         (model.loss(model(tokens), labels) / (group.size() * B * T)).backward()
         optimizer.sum_gradients()
         optimizer.step(LR)
