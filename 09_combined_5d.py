@@ -6,7 +6,7 @@ Idea      Each chapter changes one thing about the model of 01 or about how its 
           device would compute, and --check proves it: loss, every gradient, every weight.
 Picture   the order of composition, which is the lesson (see compose below):
           mesh ─ model of this stage (05) ─ experts (06) ─ attention (07) ─ tensor cuts (04)
-          ─ schedule (05) ─ optimizer on shards (03) ─ training steps
+          ─ FP8 (08) ─ schedule (05) ─ optimizer on shards (03) ─ training steps
 Cost      the sum of the chapters' costs, and three control numbers a step (valid tokens, loss,
           gradient norm); the table at the end shows measured bytes beside the formulas.
 Forget    the sum of the gradients over dp. Every rank then trains its own model on its own data:
@@ -20,6 +20,7 @@ Read      Megatron-LM (2104.04473), Llama 3 (2407.21783) section 3.3
 import argparse
 import contextlib
 import difflib
+import itertools
 import math
 import os
 import re
@@ -32,6 +33,7 @@ from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -45,6 +47,7 @@ tp = import_module("04_tp_sp")  # tensor and sequence parallelism
 pp = import_module("05_pp_1f1b")  # pipeline schedules
 ep = import_module("06_ep")  # mixture of experts
 cp = import_module("07_cp_ring")  # context parallelism
+fp8 = import_module("08_fp8")  # products and moments in 8 bits
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 TRACED = 5  # steps of --trace
@@ -55,6 +58,7 @@ MOST = dict.fromkeys(("dp", "cp", "tp", "pp", "ep"), 2**17) | dict(
     chunks=64, batch=2**24, micro_batch=2**24, seq=2**30, steps=2**31
 )  # what nobody means; looking for the nearest valid choice takes time
 FORKED = 256  # ranks that one machine starts without torchrun
+RECIPES = [name for name in fp8.RECIPES if name != "naive"]
 MODELS = memory.PRESETS | {name: replace(c, **REMEDIES) for name, c in ep.PRESETS.items()}
 
 
@@ -76,6 +80,8 @@ def parse(argv=None):
     p.add_argument("--hybrid", type=int, default=0, metavar="N",
                    help="ZeRO inside each N neighbours of dp x cp, sums across")  # fmt: skip
     p.add_argument("--recompute", default="none", help="none, selective, full, full:K (K layers)")
+    p.add_argument("--fp8", metavar="RECIPE", help=f"products in FP8: {', '.join(RECIPES)}")
+    p.add_argument("--fp8-optimizer", action="store_true", help="AdamW's moments in FP8")
     p.add_argument("--batch", type=int, default=12, help="global batch, in sequences")
     p.add_argument("--micro-batch", type=int, help="sequences at a time (default: so that"
                    " there are twice as many micro-batches as stages)")  # fmt: skip
@@ -140,6 +146,10 @@ def violations(args, world):
 
     known("--model", args.model, list(MODELS))
     known("--schedule", args.schedule, list(pp.schedules()))
+    if args.fp8 is not None:
+        known("--fp8", args.fp8, RECIPES)
+    if args.fp8_optimizer and args.optimizer != "adamw":
+        wrong.append(f"--fp8-optimizer: for --optimizer adamw, not {args.optimizer}")
     known("--optimizer", args.optimizer, ["adamw", "sgd"])
     known("--dtype", args.dtype, list(DTYPES))
     known("--cp-kind", args.cp_kind, list(cp.KINDS))
@@ -350,7 +360,7 @@ def make_groups(args, sizes):
     groups of their own, or the wire meter could not tell their bytes apart.
     """
     wait = timedelta(seconds=args.timeout)  # a subgroup waits 30 minutes by default
-    axes, mine = mesh(sizes, "dp·cp", *["cp·tp", "dp·cp·tp"] * has_experts(args)), {}
+    axes, mine = mesh(sizes, "dp·cp", "cp·tp", "dp·cp·tp"), {}
     if has_experts(args):
         axes |= expert_groups(axes["dp·cp·tp"], args.ep)
     axes |= zero_groups(args, axes) | {"tokens": axes["dp·cp"]}
@@ -430,17 +440,27 @@ def compose(args, groups, device):
         cp.use(model, groups["cp"], args.cp_kind)  # 07
     if args.tp > 1:
         tp.cut(model, groups["tp"])  # 04
+    scales = args.fp8 and fp8.use(model, args.fp8, group=groups["tp"] if args.tp > 1 else None)  # 08
     pipeline = make_pipeline(args, groups, model, stages)  # 05
     units = [zero.llama_units(stage) for stage in pipeline.stages.values()]
     cuts = {
         name: (cut and groups[cut], tuple(groups[axis] for axis in same))
         for name, (cut, same) in placement(args, dict(model.named_parameters())).items()
     }
-    inner = partial(torch_optimizer, args)
+    inner = partial(fp8_optimizer if args.fp8_optimizer else torch_optimizer, args)
     optimizer = zero.Optimizer(
         model, sum(units, []), cuts, args.zero, inner, memory.on_finished, counts=[*map(len, units)]
     )  # 03
-    return model, pipeline, optimizer
+    return Job(model, pipeline, optimizer, scales)
+
+
+class Job(NamedTuple):
+    """What a rank trains with."""
+
+    model: memory.Llama  # all of its stages' layers
+    pipeline: pp.Pipeline
+    optimizer: zero.Optimizer
+    scales: fp8.State | None
 
 
 def schedule(args):
@@ -506,6 +526,12 @@ def torch_optimizer(args, matrices, vectors):
     return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
 
 
+def fp8_optimizer(args, matrices, vectors):
+    """The same with FP8 moments (08)."""
+    plain = torch_optimizer(args, matrices, vectors)
+    return fp8.FP8AdamW(plain.param_groups, lr=args.lr, betas=(0.9, 0.95))
+
+
 def learning_rate(step, args):
     """Warm-up over the first tenth of the steps, then a cosine down to a tenth of --lr."""
     warmup = max(1, args.steps // 10)
@@ -537,18 +563,16 @@ def my_positions(args, groups, device):
     return cp.part(positions, 0, dist.get_rank(groups["cp"]), args.cp)
 
 
-def train_step(
-    model, pipeline, optimizer, groups, batches, positions, lr,
-    gradients=None, loads=None, stop=False,
-):  # fmt: skip
+def train_step(job, groups, batches, positions, lr, gradients=None, loads=None, stop=False):
     """One step on this rank's micro-batches, all ranks together.
 
     Returns a tensor (loss, gradient norm, auxiliary loss, how many ranks gave `stop`, this rank's
     share of the loss), without having looked at a value: the host never waits for the device. If
-    loss or norm is not finite, no rank changes anything, and the gradients stay for a look at them.
+    loss or norm is not finite, no rank changes anything.
     Two lists may ask for more: gradients receives this rank's shards of the summed gradients before
     clipping, loads how many of its tokens went to each expert, layer by layer.
     """
+    model, pipeline, optimizer, scales = job
     N = dp.count_valid(batches, groups["tokens"])
     ep.begin_step(model, N)
     # Gradients may travel during the last backward, if it is known which one that is.
@@ -564,13 +588,16 @@ def train_step(
     copies = dist.get_world_size(groups["tp"])  # each of its ranks has the loss of all its tokens
     auxiliary = sum(moe.loss for moe in ep.moe_layers(model))
     blank = loss.new_zeros((), dtype=torch.float64)
-    stats = torch.stack([loss.double() / copies, optimizer.squares(), blank + auxiliary, blank + stop])
+    stats = [loss.double() / copies, optimizer.squares(), blank + auxiliary, blank + stop]
+    stats = torch.stack(stats)
     dist.all_reduce(stats, group=groups["control"])  # what all ranks have to agree on
-    norm, finite = stats[1].sqrt(), torch.isfinite(stats).all()
-    skip = 1 - finite.float()
-    optimizer.scale(torch.where(finite, (MAX_NORM / (norm + 1e-6)).clamp(max=1), 1))
+    norm = stats[1].sqrt()
+    skip = 1 - torch.isfinite(stats).all().float()
+    optimizer.scale((MAX_NORM / (norm + 1e-6)).clamp(max=1))
     optimizer.step(lr, skip)
-    ep.end_step(model, groups.get("dp·cp·tp"), skip)
+    ep.end_step(model, groups["dp·cp·tp"], skip)
+    if scales:
+        scales.end_step(groups["dp·cp·tp"], skip=skip)
     return torch.stack([stats[0], norm, stats[2], stats[3], loss.double()])
 
 
@@ -588,6 +615,11 @@ def sent(args, optimizer, groups, loads):
     if loads:
         costs["ep", "all_to_all"] = experts_sent(args, groups["ep"], loads, rank)
         costs["dp·cp·tp", "all_reduce"] = dp.sent([8 * sum(map(len, loads))], size["dp·cp·tp"])
+    if args.fp8 == "delayed":
+        rows = linears(MODELS[args.model]) * len(sum(stage_kinds(args, rank).values(), []))
+        scaled = fp8.sent(fp8.RECIPES["delayed"], rows, size["dp·cp·tp"])
+        cost = scaled.get("all_reduce", (rows > 0, 0))  # a group of one is asked, too
+        costs["dp·cp·tp", "all_reduce"] = add(costs.get(("dp·cp·tp", "all_reduce")), cost)
     if args.pp > 1:
         hidden = args.micro_batch * args.seq // args.cp // args.tp * MODELS[args.model].dim
         shape = args.pp, m, chunks(args), rank, hidden * DTYPES[args.dtype].itemsize
@@ -616,7 +648,9 @@ def weights_sent(args, optimizer, size, rank):
     for cut, same in dict.fromkeys(places.values()):
         n = size.get(cut, 1)
         lengths = {k: flat.length for k, flat in flats.items() if places[k] == (cut, same)}
-        over_cut = zero.sent(args.zero, lengths, units, n, weight, gradient, times, passes)
+        over_cut = zero.sent(
+            args.zero, lengths, units, n, weight, gradient, times, passes, zero.reduces_by()
+        )
         shards = [length // n * gradient for length in lengths.values()]
         for key, cost in [
             *(((cut, collective), cost) for collective, cost in over_cut.items()),
@@ -641,7 +675,8 @@ def stage_kinds(args, rank):
 
 
 def activations_sent(args, rank):
-    """The same for a micro-batch, forward and backward: attention over cp, matrices over tp."""
+    """The same for a micro-batch, forward and backward: attention over cp, matrices over tp, and
+    over tp, too, the largest numbers that FP8 scales are made of."""
     c, dtype, B, costs = MODELS[args.model], DTYPES[args.dtype], args.micro_batch, {}
     heads = c.heads // args.tp, max(c.kv_heads // args.tp, 1), c.head_dim
     last = args.pp * chunks(args) - 1
@@ -659,10 +694,20 @@ def activations_sent(args, rank):
             if has_experts(args) and args.cp * args.tp > 1:  # loads, for the auxiliary loss
                 cost = dp.sent([8 * B * c.experts] * forwards, args.cp * args.tp)
                 rows.append(("cp·tp", {"all_reduce": cost}))
+            if args.fp8 == "tensor":
+                scaled = fp8.sent(fp8.RECIPES["tensor"], linears(c), args.tp, 1, forwards)
+                rows.append(("tp", scaled))
         for axis, row in rows:
             for collective, cost in row.items():
                 costs[axis, collective] = add(costs.get((axis, collective)), cost)
     return costs
+
+
+def linears(c):
+    """Of a layer, those whose FP8 scales have a past or are shared (08): not the experts."""
+    if hasattr(c, "experts"):
+        return 4 + 3 * (c.shared > 0)
+    return 7
 
 
 def experts_sent(args, group, loads, rank):
@@ -749,11 +794,13 @@ def plain_model(args, dtype, device):
     return model, [block.mlp for block in model.layers.values()]
 
 
-def reference(args, sample, steps, dtype, device):
+def reference(args, sample, steps, dtype, device, make=None, prepare=None):
     """The same training on one device: the whole batch at once, plain backward, torch's optimizer.
 
     Uses the model of 01 and nothing of the chapters after it. Returns {"loss", "norm",
     "gradient", "weight"}: each a dict of tensors by step, by parameter and step, by parameter.
+    make(args, matrices, vectors) gives another optimizer; prepare(model) changes the model and
+    gives what to call after each step.
     """
     start, _ = plain_model(args, DTYPES[args.dtype], device)
     model, experts = plain_model(args, dtype, device)
@@ -763,7 +810,8 @@ def reference(args, sample, steps, dtype, device):
     if dtype == torch.bfloat16:
         masters = [w.detach().float().requires_grad_() for w in masters]
     matrices = [w for w in masters if w.dim() > 1]
-    optimizer = torch_optimizer(args, matrices, [w for w in masters if w.dim() <= 1])
+    make, after_step = make or torch_optimizer, prepare and prepare(model)
+    optimizer = make(args, matrices, [w for w in masters if w.dim() <= 1])
     result = {"loss": {}, "norm": {}, "gradient": {}}
     for step in range(steps):
         pairs = [sample(i) for i in range(step * args.batch, (step + 1) * args.batch)]
@@ -786,6 +834,8 @@ def reference(args, sample, steps, dtype, device):
             for moe in experts:
                 rate = moe.config.bias_rate
                 moe.router.bias += rate * (moe.load.mean() - moe.load).sign()
+        if after_step:
+            after_step()
         result["loss"][f"step {step + 1}"] = loss.detach()
         if experts:
             result["loss"][f"auxiliary, step {step + 1}"] = auxiliary.detach()
@@ -804,13 +854,20 @@ class Check:
 
     def __init__(self, args, sample, device):
         self.steps, self.dtype = min(args.check, args.steps), DTYPES[args.dtype]
+        in_fp8 = args.fp8 or args.fp8_optimizer
+        if in_fp8:  # after that, rounding has led two runs to different weights
+            self.steps = min(self.steps, 2)
         # Rank 0 alone, as ranks may share cores. The others wait for it, however long it takes.
         self.active = self.steps > 0 and dist.get_rank() == 0
         self.ours = {"loss": {}, "norm": {}, "gradient": {}, "weight": {}}
+        self.rounded = self.dtype not in self.BOUND or in_fp8
         if self.active:
-            self.expected = reference(args, sample, self.steps, self.dtype, device)
-            if self.dtype not in self.BOUND:
-                self.exact = reference(args, sample, self.steps, torch.float64, device)
+            make = fp8_optimizer if args.fp8_optimizer else None
+            prepare = args.fp8 and (lambda model: fp8.use(model, args.fp8).end_step)
+            run = args, sample, self.steps
+            self.expected = reference(*run, self.dtype, device, make, prepare)
+            if self.rounded:
+                self.exact = reference(*run, torch.float64, device)
         if self.steps:
             dist.barrier(dist.new_group(timeout=timedelta(days=1), group_desc="check"))
 
@@ -824,22 +881,25 @@ class Check:
         self.ours["gradient"].update({f"{name}, {key}": g for name, g in gradients.items()})
         if weights is not None:  # after the last step that is compared
             self.ours["weight"] = {name: p.detach().clone() for name, p in weights.items()}
+            if self.rounded:  # the bias of an expert moves by the sign of a small difference
+                for name in [n for n in self.ours["weight"] if n.endswith("router.bias")]:
+                    for one in (self.ours, self.expected, self.exact):
+                        del one["weight"][name]
         return self.expected["loss"][key].item()
 
     def error_and_bound(self, kind):
-        if self.dtype in self.BOUND:
+        if not self.rounded:
             error = dp.worst_error(self.ours[kind], self.expected[kind])
             return error, self.BOUND[self.dtype][kind]
-        # bf16 rounds every product, and another layout rounds in another order. What we allow is
-        # half as much again as the error of one device in bf16, both measured against float64.
+        # bf16 and FP8 round every product, and another layout rounds in another order. We allow
+        # half as much again as the error of one device that does so, both against float64.
         # A single number can be right by luck on one device: a norm is as far off at the most as
-        # the gradient as a whole, and the loss is held to the spacing of bf16.
+        # the gradient as a whole, and the loss is allowed the spacing of bf16.
         error = dp.worst_error(self.ours[kind], self.exact[kind])
-        if kind == "loss":
-            return error, 2**-8
         if kind == "norm":
             return error, 1.5 * self.whole_gradient_error()
-        return error, 1.5 * dp.worst_error(self.expected[kind], self.exact[kind])[0]
+        bound = 1.5 * dp.worst_error(self.expected[kind], self.exact[kind])[0]
+        return error, max(bound, 2**-8) if kind == "loss" else bound
 
     def whole_gradient_error(self):
         """One device's relative error of all gradients of a step as one vector; the worst step."""
@@ -930,12 +990,12 @@ def replicas_differ(weights, boxes):
     return sorted({name for (name, _), different in sums.items() if len(different) > 1})
 
 
-def own_weights(args, model, optimizer):
+def own_weights(args, job):
     """Weights and buffers by name: the model's own, or, where ZeRO-3 cut them, gathered."""
-    weights = dict(model.named_parameters())
+    weights = dict(job.model.named_parameters())
     if args.zero == 3:
-        weights = optimizer.gathered([flat.shard for flat in optimizer.flats])
-    return weights | dict(saved_buffers(model))
+        weights = job.optimizer.gathered([flat.shard for flat in job.optimizer.flats])
+    return weights | dict(saved_buffers(job.model))
 
 
 def saved_buffers(model):
@@ -945,11 +1005,13 @@ def saved_buffers(model):
             yield name, tensor
 
 
-def buffer_pieces(model, groups):
-    """The same as pieces of a checkpoint (03); one rank of a stage writes them."""
-    for name, t in saved_buffers(model):
-        owned = dist.get_rank(groups["dp·cp·tp"]) == 0
-        yield zero.Piece(name, "buffer", (len(t),), ((0, len(t)),), 0, len(t), t, owned)
+def buffer_pieces(job, groups):
+    """The same, and FP8's past scales (08), as pieces of a checkpoint; one rank of a stage writes."""
+    owned = dist.get_rank(groups["dp·cp·tp"]) == 0
+    scales = job.scales.tensors() if job.scales else {}
+    for kind, tensors in (("buffer", dict(saved_buffers(job.model))), ("amax", scales)):
+        for name, t in tensors.items():
+            yield zero.Piece(name, kind, (len(t),), ((0, len(t)),), 0, len(t), t, owned)
 
 
 # --- 7. Training -----------------------------------------------------------------------------
@@ -991,20 +1053,14 @@ class Timeline(dp.Trace):
         return spent / (self.now() - begin)
 
 
-PEAK = {  # dense bf16 FLOP/s by device name, from the makers' data sheets
-    "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12,
-}  # fmt: skip
-
-
 def mfu(args, device, tokens_per_second):
     """Share of the peak spent on useful FLOPs, per rank; None where the peak is not known."""
-    if device.type != "cuda" or args.dtype != "bfloat16":
-        return None
-    name = torch.cuda.get_device_name(device)
-    peak = next((flops for known, flops in PEAK.items() if known in name), None)
+    name = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else "cpu"
+    peaks = [p for (gpu, dtype), p in memory.PEAKS.items() if gpu in name and dtype == "bf16"]
     count = ep.moe_flops_per_token if has_experts(args) else memory.flops_per_token
-    useful = count(MODELS[args.model], args.seq)
-    return peak and tokens_per_second / dist.get_world_size() * useful / peak
+    useful = count(MODELS[args.model], args.seq) * tokens_per_second / dist.get_world_size()
+    known = peaks and args.dtype == "bfloat16" and not args.fp8
+    return memory.utilisation(useful, 1, peaks[0]) if known else None
 
 
 def facts(args, tokens):
@@ -1012,11 +1068,11 @@ def facts(args, tokens):
 
     Not the layout, and not --steps: a run may be made longer, its learning rate follows.
     """
-    names = ("model", "seed", "batch", "seq", "dtype", "optimizer", "lr")
+    names = ("model", "seed", "batch", "seq", "dtype", "optimizer", "lr", "fp8", "fp8_optimizer")
     return {name: getattr(args, name) for name in names} | {"data": dp.fingerprint(tokens)}
 
 
-def resume(args, model, optimizer, groups, run):
+def resume(args, job, groups, run):
     """Load the newest good checkpoint; returns how many steps were done, 0 if there is none."""
     folder = zero.newest(args.ckpt, groups["control"], dp.log)
     if folder is None:
@@ -1025,18 +1081,20 @@ def resume(args, model, optimizer, groups, run):
     saved = zero.read_index(folder)["facts"]
     if other := [f"{k} {run[k]}, not {saved.get(k)}" for k in run if run[k] != saved.get(k)]:
         raise zero.CheckpointError(f"{folder} is of another run: {', '.join(other)}")
-    more = buffer_pieces(model, groups)
-    index = zero.restore(folder, optimizer, groups["control"], dp.log, boxes(args, groups), more)
+    more, control = buffer_pieces(job, groups), groups["control"]
+    index = zero.restore(folder, job.optimizer, control, dp.log, boxes(args, groups), more)
+    if job.scales:
+        job.scales.filled()
     step = index["step"]
     dp.log(f"resumed from {folder}: {step} steps done\n")
     return step
 
 
-def save(args, step, model, optimizer, groups, run):
+def save(args, step, job, groups, run):
     """Write a checkpoint of `step` steps. If that fails, training goes on; returns the failures."""
     begin = time.perf_counter()
     try:
-        pieces = [*optimizer.state(boxes(args, groups)), *buffer_pieces(model, groups)]
+        pieces = itertools.chain(job.optimizer.state(boxes(args, groups)), buffer_pieces(job, groups))
         size = zero.save(args.ckpt, step, pieces, run, groups["control"])
     except zero.CheckpointError as error:
         dp.log(f"checkpoint of step {step} not written ({error}); the one before it stands")
@@ -1054,18 +1112,18 @@ def train(args):
     tokens = dp.open_tokens(args.data)
     dp.agree(dp.fingerprint(tokens), "the training data", groups["control"])
     sample = dp.Samples(tokens, args.seq, args.seed)
-    model, pipeline, optimizer = compose(args, groups, device)
+    job = compose(args, groups, device)
     describe(args, sizes)
     check = Check(args, sample, device)
     run, unsaved, skipped, first = facts(args, tokens), [], 0, 0
     if args.resume:
         try:
-            first = resume(args, model, optimizer, groups, run)
+            first = resume(args, job, groups, run)
         except zero.CheckpointError as error:  # the same on all ranks
             return dp.verdict("09_combined_5d", [str(error)])
     wire, csv = dp.Wire(), Csv(args.csv, first)
     positions, loads = my_positions(args, groups, device), []
-    timeline, traced = Timeline(groups["control"], pipeline), []
+    timeline, traced = Timeline(groups["control"], job.pipeline), []
     show_step = Columns(args, device)
     for step in range(first, args.steps):
         begin, lr = timeline.now(), learning_rate(step, args)
@@ -1073,9 +1131,8 @@ def train(args):
         with timeline, wire if step == first else contextlib.nullcontext():
             with timeline.span("data", "data"):
                 batches = my_batches(args, groups, sample, step, device)
-            stats = train_step(model, pipeline, optimizer, groups, batches, positions, lr,
-                               gradients, loads if step == first else None,
-                               bool(stopping))  # fmt: skip
+            counted, stop = loads if step == first else None, bool(stopping)
+            stats = train_step(job, groups, batches, positions, lr, gradients, counted, stop)
             # The one look at values, for the line below.
             loss, norm, auxiliary, stop, own = stats.tolist()
         seconds = timeline.now() - begin
@@ -1084,9 +1141,10 @@ def train(args):
         timeline.spans.clear()
         expected = "-"
         if step < check.steps:  # whole tensors take all ranks
-            gradients, weights = whole(args, optimizer.gathered(gradients), groups), None
+            gradients = whole(args, job.optimizer.gathered(gradients), groups)
+            weights = None
             if step + 1 == check.steps:
-                weights = whole(args, own_weights(args, model, optimizer), groups)
+                weights = whole(args, own_weights(args, job), groups)
             if check.active:
                 expected = f"{check.note(step, loss, norm, auxiliary, gradients, weights):.6f}"
         show_step(step, loss, expected, auxiliary, norm, lr, seconds, waits)
@@ -1095,14 +1153,14 @@ def train(args):
         # The numbers are the same on all ranks, so all take the same way here.
         if not math.isfinite(loss + norm):
             words = f"step {done}: loss {loss}, gradient norm {norm}, no weight was changed; "
-            words += first_not_finite(args, own, optimizer, groups)
+            words += first_not_finite(args, own, job.optimizer, groups)
             if args.on_nonfinite == "stop":
                 return dp.verdict("09_combined_5d", [words])
             dp.log(f"skipped: {words}")
             skipped += 1
         last = stop or done == args.steps
         if args.ckpt and (last or args.save_every and done % args.save_every == 0):
-            unsaved = save(args, done, model, optimizer, groups, run)
+            unsaved = save(args, done, job, groups, run)
         if stop and done < args.steps:
             unsafe = "" if args.ckpt else ", nothing saved: no --ckpt"
             dp.log(f"SIGTERM: stopped after step {done}{unsafe}")
@@ -1115,10 +1173,10 @@ def train(args):
             dp.write_trace(args.trace, everyone)
     failures = []
     if first < args.steps:
-        failures = report(args, model, optimizer, groups, wire, loads, check)
+        failures = report(args, job, groups, wire, loads, check)
     if skipped:
         dp.log(f"{skipped} of {args.steps - first} steps skipped: loss or gradient not finite")
-    show_text(args, pipeline, groups, tokens, device)
+    show_text(args, job.pipeline, groups, tokens, device)
     return dp.verdict("09_combined_5d", failures + unsaved + csv.failures)
 
 
@@ -1131,8 +1189,8 @@ def first_not_finite(args, own, optimizer, groups):
     bad = [  # (is it a loss? place in the model, parameter, stage), the largest arose first
         (False, order.index(name), name, stages[optimizer.lane_of[flat]])
         for flat in optimizer.order
-        for name, (_, _, gradient) in flat.pieces(flat.grad).items()
-        if not gradient.isfinite().all()
+        for name in flat.range.keys() & optimizer.norms.keys()
+        if not optimizer.norms[name].square().isfinite()
     ]
     bad += [(True, 0, "", stages[-1])] * (not math.isfinite(own))
     everyone = [None] * dist.get_world_size()
@@ -1163,6 +1221,9 @@ def describe(args, sizes):
     if has_experts(args):
         c = MODELS[args.model]
         dp.log(f"{c.top_k} of {c.experts} experts, on ep {args.ep} ranks each layer's")
+    if args.fp8 or args.fp8_optimizer:
+        what = [f"products {args.fp8}"] * bool(args.fp8) + ["moments"] * args.fp8_optimizer
+        dp.log(f"FP8: {', '.join(what)}")
     dp.log()
 
 
@@ -1226,16 +1287,16 @@ class Csv:
             dp.log(f"{self.failures[0]}; no further lines")
 
 
-def report(args, model, optimizer, groups, wire, loads, check):
+def report(args, job, groups, wire, loads, check):
     """Bytes beside formulas, errors beside bounds; returns the failures."""
     dp.log()
-    held_table(optimizer.tensors())
+    held_table(job.optimizer.tensors())
     dp.log()
-    failures = wire_table(wire, args, optimizer, groups, loads)
+    failures = wire_table(wire, args, job.optimizer, groups, loads)
     if args.check:
         dp.log()
         failures = check.report() + failures  # parameters first: they say more
-        differing = replicas_differ(own_weights(args, model, optimizer), boxes(args, groups))
+        differing = replicas_differ(own_weights(args, job), boxes(args, groups))
         dp.log(f"replicas: {len(differing)} weights differ between ranks")
         failures += [f"{name} differs between ranks" for name in differing]
     return failures
@@ -1317,15 +1378,15 @@ def dry_run(args, world):
     groups, loads = make_groups(args, sizes), []
     even = partial(even_splits, args, dist.get_rank(groups["ep"])) if has_experts(args) else None
     with FakeTensorMode(), dp.Wire() as wire, mock.patch.object(ep, "splits", even):
-        model, pipeline, optimizer = compose(args, groups, "cpu")
+        job = compose(args, groups, "cpu")
         empty = torch.zeros(args.seq, dtype=torch.int64)
         batches = my_batches(args, groups, lambda i: (empty, empty), 0, "cpu")
         positions = my_positions(args, groups, "cpu")
-        train_step(model, pipeline, optimizer, groups, batches, positions, args.lr)
-        held = optimizer.tensors()
+        train_step(job, groups, batches, positions, args.lr)
+        held = job.optimizer.tensors()
     if has_experts(args):
         load = torch.tensor(even_load(args)) * micro_batches(args)
-        loads = [load] * len(ep.moe_layers(model))
+        loads = [load] * len(ep.moe_layers(job.model))
     axes = " · ".join(f"{axis} {n}" for axis, n in sizes.items())
     print(f"09 dry run   rank {args.rank} of {world} = {axes}   {args.model}   {args.dtype}\n")
     dp.table(
@@ -1333,7 +1394,7 @@ def dry_run(args, world):
         [[n, len(ts), sum(t.numel() * t.element_size() for t in ts)] for n, ts in held.items()],
     )
     print()
-    failures = wire_table(wire, args, optimizer, groups, loads)
+    failures = wire_table(wire, args, job.optimizer, groups, loads)
     print(f"09_combined_5d FAIL: {failures[0]}" if failures else "09_combined_5d OK")
     return 1 if failures else 0
 

@@ -22,8 +22,9 @@ IDS = {
     "09": "145 146 148 149 150 151 152 153",
     "X": "156 157 158 159 161 162 163 164 165 166 167",
 }
-WRITTEN = ["01", "02", "03", "04", "05", "07"]  # chapters whose every id has to be mapped
+WRITTEN = ["01", "02", "03", "04", "05", "07", "09"]  # chapters whose every id has to be mapped
 
+NINE = "test_09_all_axes::test_"
 FILES = "01_memory", "02_dp", "03_zero", "03_checkpoint", "04_tp_sp", "09_tp", "05_pp", "06_ep", "07_cp_ring"
 MEMORY, DP, ZERO, CKPT, TP, NINE_TP, PP, EP, CP = (f"test_{file}::test_" for file in FILES)
 
@@ -159,6 +160,14 @@ TESTS = {  # id: names of tests, "file::test"
          f" {CKPT}a_full_disk_fails_on_all_ranks_alike_and_training_goes_on",
     167: f"{CKPT}the_same_layout_goes_on_bit_for_bit {CKPT}bf16_goes_on_bit_for_bit"
          f" {CKPT}training_goes_on_in_another_layout",
+    145: f"{NINE}layouts_compute_what_one_device_does",
+    146: f"{NINE}layouts_compute_what_one_device_does",
+    148: f"{NINE}layouts_compute_what_one_device_does {NINE_TP}layouts_compute_what_one_device_does",
+    149: f"{NINE}every_replica_computes_the_same_next_logits",
+    150: f"{NINE}expert_groups_for_every_order_of_the_axes test_09_combined::test_mesh_of_any_order",
+    151: f"{NINE}layouts_compute_what_one_device_does {ZERO}gradients_may_arrive_in_any_order",
+    152: f"{NINE}the_check_sees {NINE}layouts_compute_what_one_device_does",
+    153: f"{NINE}who_reads_which_samples",
     130: f"{CP}work_is_equal_with_zigzag_and_2n_minus_1_to_1_without"
          f" {CP}each_visible_pair_is_computed_once",
 }  # fmt: skip

@@ -48,7 +48,7 @@ class Text(dp.Samples):
 
 def cell(args, groups, sample, expected):
     """Train three steps; what is wrong, and the worst error of each kind (on rank 0)."""
-    model, pipeline, optimizer = combined.compose(args, groups, "cpu")
+    job = combined.compose(args, groups, "cpu")
     positions = combined.my_positions(args, groups, "cpu")
     ours, wrong = {"gradient": {}, "loss": {}, "norm": {}}, []
     for step in range(STEPS):
@@ -56,18 +56,18 @@ def cell(args, groups, sample, expected):
         with wire if step == 0 else contextlib.nullcontext():
             batches = combined.my_batches(args, groups, sample, step, "cpu")
             stats = combined.train_step(
-                model, pipeline, optimizer, groups, batches, positions,
+                job, groups, batches, positions,
                 combined.learning_rate(step, args), gradients, loads)  # fmt: skip
         loss, norm, auxiliary, *_ = stats.double()
         key = f"step {step + 1}"
         ours["loss"][key], ours["norm"][key] = loss, norm
         if combined.has_experts(args):
             ours["loss"][f"auxiliary, {key}"] = auxiliary
-        whole = combined.whole(args, optimizer.gathered(gradients), groups)
+        whole = combined.whole(args, job.optimizer.gathered(gradients), groups)
         ours["gradient"] |= {f"{name}, {key}": g for name, g in whole.items()}
         if step == 0:
-            wrong += miscounted(wire, combined.sent(args, optimizer, groups, loads))
-    own = combined.own_weights(args, model, optimizer)
+            wrong += miscounted(wire, combined.sent(args, job.optimizer, groups, loads))
+    own = combined.own_weights(args, job)
     ours["weight"] = combined.whole(args, own, groups)
     differing = combined.replicas_differ(own, combined.boxes(args, groups))
     wrong += [f"{name} differs between ranks" for name in differing]

@@ -781,12 +781,12 @@ def count_worker(dp_size, cp_size):
                            "--seq", "24", "--dtype", "float64", "--micro-batch", "1"])  # fmt: skip
     groups = combined.make_groups(args, combined.layout(args))
     sample = dp.uneven(dp.Samples(dp.open_tokens(), 24, 0), 24)
-    model, pipeline, optimizer = combined.compose(args, groups, "cpu")
+    job = combined.compose(args, groups, "cpu")
     batches = combined.my_batches(args, groups, sample, 0, "cpu")
     tokens = sum(t.numel() for t, _ in batches)
     positions = combined.my_positions(args, groups, "cpu")
     N = dp.count_valid(batches, groups["tokens"]).item()
-    stats = combined.train_step(model, pipeline, optimizer, groups, batches, positions, 1e-3)
+    stats = combined.train_step(job, groups, batches, positions, 1e-3)
     loss, norm, *_ = stats.tolist()
     return tokens, N, loss, norm
 

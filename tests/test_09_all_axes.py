@@ -38,6 +38,7 @@ def models(monkeypatch):
         f"{ALL_FIVE} --schedule 1f1b --zero 2 --optimizer sgd --recompute selective --ep 8",
         "--pp 4 --batch 8 --micro-batch 2 --model tied-moe --schedule afab --zero 0",
         "--tp 4 --pp 2 --batch 4 --micro-batch 1 --model untied --schedule zb-h1 --zero 1",
+        "--dp 2 --pp 2 --batch 8 --micro-batch 1 --model dense --zero 3",  # a table cut on two ranks
     ],
 )
 def test_layouts_compute_what_one_device_does(argv):
@@ -106,7 +107,7 @@ def counted_in_forward(out, ctx, dout, loss, demand, moe):
 
 
 def without_sequence_group(result, *_):
-    for moe in ep.moe_layers(result[0]):
+    for moe in ep.moe_layers(result.model):
         moe.sequence_group = None
     return result
 
@@ -240,6 +241,53 @@ def test_expert_groups_by_values():
     }
 
 
+def where_and_what(argv):
+    args = lattice.parse(argv)
+    groups = combined.make_groups(args, combined.layout(args))
+    seen = []
+    combined.my_batches(args, groups, lambda i: (seen.append(i), lattice.Text(
+        dp.open_tokens(), 16, 0)(i))[1], 3, "cpu")  # fmt: skip
+    return [dist.get_rank(groups[axis]) for axis in ("dp", "pp", "cp", "tp")], seen
+
+
+def test_who_reads_which_samples():
+    """The same within tp, pp and cp, others in each dp rank, together the step's batch once."""
+    argv = "--dp 2 --tp 2 --pp 2 --cp 2 --batch 8 --micro-batch 2 --model dense".split()
+    ranks = dp.launch(where_and_what, 16, argv, timeout=60)
+    by_dp = {d: {tuple(seen) for (place, *_), seen in ranks if place == d} for d in (0, 1)}
+    assert all(len(alike) == 1 for alike in by_dp.values())
+    first, second = (alike.pop() for alike in by_dp.values())
+    assert sorted(first + second) == list(range(24, 32)) and len(first) == 4
+    assert len({tuple(place) for place, _ in ranks}) == 16
+
+
+def next_words(argv):
+    combined.MODELS |= lattice.MODELS
+    args = lattice.parse(argv)
+    groups = combined.make_groups(args, combined.layout(args))
+    job = combined.compose(args, groups, "cpu")
+    dense, _ = combined.plain_model(args, torch.float64, "cpu")
+    ids = torch.arange(7)[None]
+    with torch.no_grad():
+        ours = combined.next_logits(args, job.pipeline, groups, ids)
+        return dp.relative_error(ours, dense(ids)[0, -1].float())
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--dp 2 --pp 2 --tp 2 --schedule interleaved --model dense",
+        "--dp 2 --pp 2 --ep 2 --schedule zb-v --model moe",
+    ],
+)
+def test_every_replica_computes_the_same_next_logits(argv):
+    """Broadcasts from a stage go out by its global rank, in a group where it is another."""
+    args = lattice.parse(argv.split())
+    world = math.prod(combined.layout(args).values())
+    errors = dp.launch(next_words, world, argv.split(), timeout=60)
+    assert len(errors) == world and max(errors) < 1e-6
+
+
 # --- Rules ----------------------------------------------------------------------------------------
 
 
@@ -257,6 +305,8 @@ def test_expert_groups_by_values():
         ("--model tiny-moe --dp 4 --ep 2 --zero 1 --hybrid 4", "--hybrid 4 does not divide the 2 ranks"),
         ("--pp 2 --schedule zb-h1 --zero 3 --recompute selective", "needs the norm, which --zero 3"),
         ("--pp 0 --ep -1 --chunks 0", "--ep -1: at least 1"),
+        ("--fp8 dellayed", "--fp8 dellayed: did you mean delayed?"),
+        ("--fp8-optimizer --optimizer sgd", "--fp8-optimizer: for --optimizer adamw, not sgd"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_with_the_nearest_choice(argv, message):
@@ -315,6 +365,55 @@ def test_a_run_that_changes_its_layout_goes_on_as_one_device_would(capfd, tmp_pa
     assert len(set(losses[0])) == 4
 
 
+# --- FP8 ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--fp8 tensor --tp 2 --dp 2",
+        "--fp8 delayed --pp 2 --schedule zb-h1 --dp 2 --zero 1",
+        "--fp8 mx --tp 2 --zero 3 --dp 2 --dtype bfloat16 --recompute full",
+        "--fp8 block --fp8-optimizer --zero 2 --dp 2 --ep 2 --model tiny-moe",
+        "--fp8 tensor --tp 2 --pp 2 --model tiny-moe --ep 2 --recompute full:2",
+    ],
+)
+def test_fp8_is_held_to_the_error_of_one_device(capfd, argv):
+    """And its bytes to the formulas, as always."""
+    args = combined.parse(argv.split())
+    world = math.prod(combined.layout(args).values())
+    argv = f"--batch 4 --seq 32 --steps 2 --check {argv}".split()
+    codes = dp.launch(train, world, argv, timeout=60)
+    out = capfd.readouterr().out
+    assert codes == [0] * world, out
+    compared = {words[0]: int(words[1]) for line in out.splitlines() if (words := line.split())
+                and words[0] in ("gradient", "weight", "norm", "loss")}  # fmt: skip
+    names, losses = (43, 4) if args.model == "tiny-moe" else (39, 2)
+    assert compared == {"gradient": 2 * names, "weight": names, "norm": 2, "loss": losses}
+    if args.fp8 == "delayed":
+        assert re.search(r"dp·cp·tp +all_reduce +1 +1 ", out)
+
+
+def test_an_fp8_run_goes_on_in_another_layout(capfd, tmp_path):
+    """Scales of delayed scaling are made of all ranks' past, which a checkpoint carries."""
+    losses = []
+    for name, pair in (("one", ["", ""]), ("many", ["--dp 2 --tp 2 --zero 2", "--cp 2 --pp 2"])):
+        for layout, resume in zip(pair, ("", "--resume")):
+            argv = f"{layout} --fp8 delayed --model untied --batch 4 --seq 16 --dtype float64"
+            argv += f" --steps 4 --ckpt {tmp_path / name} --save-every 2 {resume}"
+            argv += f" --csv {tmp_path / name}.csv"
+            args = combined.parse(argv.split())
+            world = math.prod(combined.layout(args).values())
+            assert dp.launch(train, world, argv.split(), timeout=60) == [0] * world
+            if not resume:
+                shutil.rmtree(tmp_path / name / "step-000004")
+        kinds = [t["kind"] for t in zero.read_index(tmp_path / name / "step-000002")["tensors"]]
+        assert kinds.count("amax") == 4 * 7 * 3
+        lines = (tmp_path / f"{name}.csv").read_text().splitlines()[1:]
+        losses.append([float(line.split(",")[1]) for line in lines])
+    assert len(losses[0]) == 4 and max(abs(a - b) for a, b in zip(*losses)) < 1e-10
+
+
 # --- The dry run ------------------------------------------------------------------------------------
 
 
@@ -323,6 +422,7 @@ def test_a_run_that_changes_its_layout_goes_on_as_one_device_would(capfd, tmp_pa
     [
         "--pp 2 --tp 2 --dp 2 --ep 4 --zero 3 --schedule zb-v --batch 8 --model moe --rank 5",
         "--pp 2 --cp 2 --zero 2 --schedule interleaved --batch 4 --model dense --rank 3",
+        "--tp 2 --dp 2 --fp8 delayed --fp8-optimizer --batch 4 --model moe --ep 2 --rank 1",
     ],
 )
 def test_a_dry_run_sends_what_the_formulas_say(argv):

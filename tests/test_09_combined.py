@@ -179,8 +179,9 @@ def poisoned_run(argv, where):
     combined.pp.Pipeline.step, compose = poisoned, combined.compose
 
     def composed(*args):
-        poisoned.model, pipeline, poisoned.optimizer = compose(*args)
-        return poisoned.model, pipeline, poisoned.optimizer
+        job = compose(*args)
+        poisoned.model, poisoned.optimizer = job.model, job.optimizer
+        return job
 
     combined.compose = composed
     code = combined.train(args)
@@ -376,13 +377,13 @@ def real_step(argv):
     """What the dry run claims, measured: bytes held and sent in one real step."""
     args = combined.parse(argv)
     groups = combined.make_groups(args, combined.layout(args))
-    model, pipeline, optimizer = combined.compose(args, groups, "cpu")
+    job = combined.compose(args, groups, "cpu")
     sample = dp.Samples(dp.open_tokens(), args.seq, 0)
     positions = combined.my_positions(args, groups, "cpu")
     with dp.Wire() as wire:
         batches = combined.my_batches(args, groups, sample, 0, "cpu")
-        combined.train_step(model, pipeline, optimizer, groups, batches, positions, 1e-3)
-    held = {kind: dp._bytes(tensors) for kind, tensors in optimizer.tensors().items()}
+        combined.train_step(job, groups, batches, positions, 1e-3)
+    held = {kind: dp._bytes(tensors) for kind, tensors in job.optimizer.tensors().items()}
     keys = [key for key in wire.calls if wire.bytes[key]]
     return held, {k: wire.calls[k] for k in keys}, {k: wire.bytes[k] for k in keys}
 

@@ -112,11 +112,11 @@ def norm_worker(argv):
     combined.MODELS.update(PRESETS)
     args = combined.parse(argv)
     groups = combined.make_groups(args, combined.layout(args))
-    model, pipeline, optimizer = combined.compose(args, groups, "cpu")
-    for flat in optimizer.flats:
+    job = combined.compose(args, groups, "cpu")
+    for flat in job.optimizer.flats:
         for view in flat.views(flat.full if flat.full is not None else flat.grad).values():
             view.fill_(1)
-    total = optimizer.squares()
+    total = job.optimizer.squares()
     dist.all_reduce(total, group=groups["control"])
     return total.item()
 
@@ -133,11 +133,11 @@ def text_worker(argv):
     combined.MODELS.update(PRESETS)
     args = combined.parse(argv)
     groups = combined.make_groups(args, combined.layout(args))
-    _, pipeline, _ = combined.compose(args, groups, "cpu")
+    job = combined.compose(args, groups, "cpu")
     dense = memory.build(PRESETS[args.model], args.seed)
     ids = torch.arange(7)[None]
     with torch.no_grad():
-        ours, expected = combined.next_logits(args, pipeline, groups, ids), dense(ids)[0, -1]
+        ours, expected = combined.next_logits(args, job.pipeline, groups, ids), dense(ids)[0, -1]
     return ours.shape == (61,) and dp.relative_error(ours, expected) < 1e-5
 
 
@@ -162,10 +162,10 @@ def weights_worker(argv):
     combined.MODELS.update(PRESETS)
     args = combined.parse(argv)
     groups = combined.make_groups(args, combined.layout(args))
-    model, pipeline, optimizer = combined.compose(args, groups, "cpu")
+    job = combined.compose(args, groups, "cpu")
     folder = zero.newest(args.ckpt, groups["control"])
-    zero.restore(folder, optimizer, groups["control"], boxes=combined.boxes(args, groups))
-    own = combined.own_weights(args, model, optimizer)
+    zero.restore(folder, job.optimizer, groups["control"], boxes=combined.boxes(args, groups))
+    own = combined.own_weights(args, job)
     whole = combined.whole_tensors(args, own, groups)
     last = args.tp == 4 and groups["tp"].rank() == 3  # words 48 to 60 of 64
     tables = [w for name, w in own.items() if re.match("embed|lm_head", name)] if last else []
@@ -239,13 +239,13 @@ def test_what_does_not_fit_is_refused_with_the_nearest_choice(argv, message):
 def real_step(argv):
     args = combined.parse(argv)
     groups = combined.make_groups(args, combined.layout(args))
-    model, pipeline, optimizer = combined.compose(args, groups, "cpu")
+    job = combined.compose(args, groups, "cpu")
     sample = dp.Samples(dp.open_tokens(), args.seq, 0)
     with dp.Wire() as wire:
         batches = combined.my_batches(args, groups, sample, 0, "cpu")
         positions = combined.my_positions(args, groups, "cpu")
-        combined.train_step(model, pipeline, optimizer, groups, batches, positions, 1e-3)
-    held = {kind: dp._bytes(tensors) for kind, tensors in optimizer.tensors().items()}
+        combined.train_step(job, groups, batches, positions, 1e-3)
+    held = {kind: dp._bytes(tensors) for kind, tensors in job.optimizer.tensors().items()}
     keys = [key for key in wire.calls if wire.bytes[key]]
     return held, {key: (wire.calls[key], wire.bytes[key]) for key in keys}
 
