@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -35,7 +36,7 @@ dp, zero, pp = combined.dp, combined.zero, combined.pp
 fork = multiprocessing.get_context("fork")
 
 
-def job(argv, out, extra=None, arrange=None):
+def job(argv, out, arrange=None):
     """Start 09 with these arguments in a process of its own, as a shell would; its output in a file.
 
     arrange() is called there first: what it changes, the ranks inherit.
@@ -49,7 +50,7 @@ def job(argv, out, extra=None, arrange=None):
         sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         torch.set_num_threads(1)
-        combined.MODELS |= lattice.MODELS
+        combined.MODELS |= lattice.MODELS | MODELS
         if arrange:
             arrange()
         code = 1
@@ -95,6 +96,263 @@ def finish(process, seconds):
         os.killpg(process.pid, signal.SIGKILL)
     process.join()
     return verdict
+
+
+# --- Kills ------------------------------------------------------------------------------------------
+
+STEPS = 4
+MODELS = {  # as small as three stages and a head for each of two ranks allow
+    "small": replace(lattice.DENSE, layers=3, dim=8, ffn=8),
+    "small-moe": replace(lattice.MODELS["tied-moe"], layers=3, dim=8, experts=4),
+}
+LAYOUTS = {  # by what has to be the same for a run to go on: model and precision
+    "dense": [
+        "--dp 1", "--dp 2", "--dp 3 --zero 3", "--dp 4 --zero 2 --hybrid 2", "--tp 2 --zero 1",
+        "--cp 2 --zero 3", "--pp 2", "--pp 2 --schedule zb-v --tp 2",
+        "--pp 2 --dp 2 --schedule interleaved --zero 1",
+    ],
+    "moe": [
+        "--dp 1", "--dp 2 --ep 2 --zero 1", "--tp 2 --ep 2 --zero 2", "--pp 2 --dp 2 --ep 2 --zero 3",
+        "--cp 2 --pp 2 --schedule zb-h1",
+    ],
+    "fp8": ["--dp 2 --fp8 delayed", "--dp 2 --zero 2 --fp8 delayed --fp8-optimizer"],
+}  # fmt: skip
+# Where a process can be hit: the n-th call of these, before or after it, for n up to the last number.
+HITS = [
+    (zero, "write_pieces", 2), (zero.Piece, "_asdict", 90), (zero, "write_index", 2), (zero, "sync", 4),
+    (Path, "rename", 2), (Path, "mkdir", 2), (dist, "all_reduce", 12), (dist, "all_gather_object", 9),
+    (zero.Optimizer, "step", 3), (pp.Pipeline, "step", 3), (pp.Pipeline, "forward", 4),
+    (zero, "load", 1), (zero, "verify", 1), (combined, "compose", 1), (dist, "new_group", 8),
+]  # fmt: skip
+MOMENTS = [  # what of the stack tells the moment; the first that matches
+    ("resuming", {"resume", "restore", "newest", "verify", "load"}),
+    ("writing a file", {"write_pieces", "write_index", "publish", "prepare"}),
+    ("saving, in a collective", {"save", "together"}),
+    ("in a collective", {"all_reduce", "wait", "sum_gradients", "count_valid", "all_to_all"}),
+    ("backward", {"backward", "input_grad", "weight_grads"}),
+    ("forward", {"forward"}),
+    ("optimizer", {"_step", "spread", "scale", "squares"}),
+    ("elsewhere in a step", {"train_step"}),
+    ("start", {"make_groups", "compose", "describe"}),
+]  # fmt: skip
+
+
+def moment_of(thread):
+    frame, names = sys._current_frames()[thread], set()
+    while frame:
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return next((moment for moment, known in MOMENTS if names & known), "between steps")
+
+
+def hit(plan, note):
+    """In a rank: do to it what the plan says, now, and write down in which moment."""
+    moment = moment_of(threading.main_thread().ident)
+    with open(note, "a") as file:
+        file.write(moment + "\n")
+    victim = os.getppid() if plan["who"] == "launcher" else os.getpid()
+    os.kill(victim, signal.SIGSTOP if plan["who"] == "stall" else signal.SIGKILL)
+    time.sleep(5)  # a launcher has died; its ranks have to notice
+
+
+def arm(plan, note):
+    """In the victim: hit it after some seconds, from another thread, or at a call."""
+    if "seconds" in plan:
+        timer = threading.Timer(plan["seconds"], hit, (plan, note))
+        timer.daemon = True
+        timer.start()
+        return
+    owner, name, _ = HITS[plan["place"]]
+    before, calls = getattr(owner, name), itertools.count(1)
+
+    def watched(*args, **kwargs):
+        n = next(calls)
+        if n == plan["call"] and not plan["after"]:
+            hit(plan, note)
+        result = before(*args, **kwargs)
+        if n == plan["call"]:
+            hit(plan, note)
+        return result
+
+    setattr(owner, name, watched)
+
+
+def quiet_train(plan=None, note=None, clock=None):
+    """What a run changes in 09: no text at its end, and the victim armed."""
+    train = combined.train
+    combined.show_text = lambda *args, **kwargs: None
+
+    def wrapped(args):
+        if plan and dist.get_rank() == plan["rank"]:
+            arm(plan, note)
+        begin = time.perf_counter()
+        code = train(args)
+        if clock and dist.get_rank() == 0:
+            Path(clock).write_text(str(time.perf_counter() - begin))
+        return code
+
+    combined.train = wrapped
+
+
+def words(family, layout, folder, timeout=30):
+    model = "small-moe" if family == "moe" else "small"
+    dtype = "float32" if family == "fp8" else "float64"
+    argv = f"--model {model} --dtype {dtype} --batch 12 --seq 16 --steps {STEPS} {layout}"
+    args = combined.parse(layout.split())
+    argv += f" --micro-batch {12 // args.dp // (2 * args.pp if args.pp > 1 else 1)}"
+    argv += f" --data {Path(folder).parent}/text.bin --ckpt {folder}/c --save-every 2"
+    return [*argv.split(), "--csv", f"{folder}/loss.csv", "--timeout", timeout, "--resume"]
+
+
+def ranks(layout):
+    args = combined.parse(layout.split())
+    return args.dp * args.cp * args.tp * args.pp
+
+
+def contents(folder):
+    """All that a checkpoint holds: {(name, kind): the whole tensor}."""
+    found = {}
+    for t in zero.read_index(folder)["tensors"]:
+        whole = torch.zeros(int(np.prod(t["shape"])), dtype=getattr(torch, t["dtype"]))
+        box = tuple((0, n) for n in t["shape"])
+        piece = zero.Piece(t["name"], t["kind"], tuple(t["shape"]), box, 0, len(whole), whole, True)
+        zero.load(folder, [piece])
+        found[t["name"], t["kind"]] = whole
+    return found
+
+
+def losses(folder):
+    lines = Path(folder, "loss.csv").read_text().splitlines()[1:]
+    return [line.split(",")[:4] for line in lines]
+
+
+def difference(folder, expected, bitwise):
+    """Why the end of a run is not that of the uninterrupted one; "" if it is."""
+    ours = contents(folder / "c" / f"step-{STEPS:06d}"), losses(folder)
+    theirs = contents(expected / "c" / f"step-{STEPS:06d}"), losses(expected)
+    if bitwise:
+        bits = [{k: t.reshape(-1).view(torch.uint8) for k, t in side[0].items()} for side in (ours, theirs)]
+        if bits[0].keys() != bits[1].keys():
+            return "other tensors"
+        if wrong := [k for k in bits[0] if not torch.equal(bits[0][k], bits[1][k])]:
+            return f"{len(wrong)} tensors differ, as {wrong[0]}"
+        return "" if ours[1] == theirs[1] else "losses differ"
+    error, where = dp.worst_error(*({str(k): t for k, t in side[0].items()} for side in (ours, theirs)))
+    rows = [np.array(side[1], dtype=float) for side in (ours, theirs)]
+    if rows[0].shape != rows[1].shape or not np.allclose(*rows, rtol=1e-10, atol=0):
+        return "losses differ"
+    return "" if error < 1e-10 else f"{where}: relative error {error:.1e}"
+
+
+def whole_files_only(directory):
+    """What is wrong under the final names after a kill; "" if all is good."""
+    for path in sorted(Path(directory).glob("*")) if Path(directory).exists() else []:
+        if re.fullmatch(r"step-\d+", path.name):
+            try:
+                zero.verify(path, 0, 1)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                return f"{path.name}: {error}"
+        elif not re.fullmatch(r"step-\d+\.(tmp|old)", path.name):
+            return f"{path.name} is nobody's"
+    return ""
+
+
+def uninterrupted(family, layout, root):
+    """Run it once; returns its folder, and how long train() took."""
+    folder = Path(root, re.sub(r"\W+", "-", family + layout))
+    if not folder.exists():
+        folder.mkdir()
+        arrange = lambda: quiet_train(clock=folder / "clock")
+        code = finish(job(words(family, layout, folder), folder / "out", arrange=arrange), 300)
+        assert code == 0, (folder / "out").read_text()
+    return folder, float((folder / "clock").read_text())
+
+
+def draw_plan(draw, layout, seconds):
+    plan = {"who": draw.choices(("rank", "launcher", "stall"), (17, 2, 1))[0]}
+    plan["rank"] = draw.randrange(ranks(layout))
+    if draw.random() < 0.55:
+        return plan | {"seconds": draw.uniform(0, 0.7 * seconds)}
+    place = draw.randrange(len(HITS))
+    return plan | {"place": place, "call": draw.randint(1, HITS[place][2]), "after": draw.random() < 0.5}
+
+
+def survive(draw, root, number):
+    """Kill a run, once or twice, then let it finish; [(layout, moment, outcome)] for each kill."""
+    family = draw.choices(list(LAYOUTS), (6, 4, 1))[0]
+    layout = draw.choices(LAYOUTS[family], [4 / ranks(layout) for layout in LAYOUTS[family]])[0]
+    expected, seconds = uninterrupted(family, layout, root)
+    folder, same, kills = Path(root, f"run-{number}"), True, []
+    folder.mkdir()
+    here = layout
+    for _ in range(draw.choice((1, 2, 3, 3))):
+        plan, note = draw_plan(draw, here, seconds), folder / "note"
+        timeout = 4 if plan["who"] == "stall" else 30
+        if plan["who"] == "stall" and "seconds" in plan:
+            plan["seconds"] += 0.2
+        process = job(words(family, here, folder, timeout), folder / "out",
+                      arrange=lambda: quiet_train(plan, note))  # fmt: skip
+        code = finish(process, 120)
+        moment = note.read_text().split("\n")[-2] if note.exists() else "not hit: it was done before"
+        if note.exists():
+            note.unlink()
+        who = {"rank": "", "launcher": ", launcher killed", "stall": ", stalled"}[plan["who"]]
+        wrong = whole_files_only(folder / "c")
+        if code in ("hung", "orphans"):
+            wrong = code
+        elif moment.startswith("not hit"):
+            wrong = wrong or ("" if code == 0 else f"exit code {code}")
+        elif code == 0:
+            wrong = "exit code 0 after a kill"
+        elif plan["who"] != "launcher":
+            said = (folder / "out").read_text()
+            if not re.search(rf"rank {plan['rank']} of \d+ failed|for (rank \d+, )*rank {plan['rank']}\b", said):
+                wrong = wrong or "nobody names the rank"
+        kills.append([here, moment + who * (not moment.startswith("not")), wrong])
+        if family != "fp8" and draw.random() < 0.25:
+            here = draw.choice(LAYOUTS[family])
+            same = same and here == layout
+    code = finish(job(words(family, here, folder), folder / "out", arrange=quiet_train), 120)
+    wrong = f"exit code {code}" if code else difference(folder, expected, same)
+    for kill in kills:
+        kill[2] = kill[2] or wrong or ("the same bits" if same else "other layout, 1e-10")
+        if kill[2] not in ("the same bits", "other layout, 1e-10"):
+            shutil.copy(folder / "out", f"{root}/failed-{number}")
+            print(f"run {number}: {family} {kill}", (folder / "out").read_text()[-3000:], flush=True)
+    shutil.rmtree(folder)
+    return [(f"{family} {where}", moment, outcome) for where, moment, outcome in kills]
+
+
+def print_table(title, counts, columns):
+    rows = sorted({row for row, _ in counts})
+    print(f"\n{title:42}" + "".join(f"{c[:20]:>21}" for c in columns))
+    for row in rows:
+        print(f"{row:42}" + "".join(f"{counts[row, c]:21}" for c in columns))
+
+
+def kills(count, seed=0, minutes=60, report=print):
+    """At least so many kills; [(layout, moment, outcome)], those that came too late included."""
+    draw, done, begin = random.Random(seed), [], time.monotonic()
+    with tempfile.TemporaryDirectory() as root:
+        data = np.random.default_rng(0).integers(0, 61, 5000).astype(np.uint16)
+        data.tofile(f"{root}/text.bin")
+        for number in itertools.count():
+            done += survive(draw, root, number)
+            hits = sum(not moment.startswith("not") for _, moment, _ in done)
+            report(f"{time.monotonic() - begin:6.0f} s  {hits:4} kills  {done[-1]}", flush=True)
+            if hits >= count or time.monotonic() - begin > 60 * minutes:
+                return done
+
+
+def show_kills(count, seed, minutes):
+    done = kills(count, seed, minutes)
+    outcomes = sorted({outcome for *_, outcome in done})
+    print_table("moment", Counter((moment, outcome) for _, moment, outcome in done), outcomes)
+    print_table("layout", Counter((layout, outcome) for layout, _, outcome in done), outcomes)
+    hits = [kill for kill in done if not kill[1].startswith("not")]
+    good = sum(outcome in ("the same bits", "other layout, 1e-10") for *_, outcome in hits)
+    print(f"\n{len(hits)} kills, {good} survived without loss")
+    return 0 if good == len(hits) else 1
 
 
 # --- The long run ---------------------------------------------------------------------------------
@@ -161,12 +419,13 @@ def main(argv):
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=["kills", "inputs", "long"])
     parser.add_argument("count", type=int, nargs="?", default=20)
-    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--minutes", type=float, default=30, help="of the long run; at most, of kills")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     if args.what == "long":
         return show_long(args.minutes)
+    return show_kills(args.count, args.seed, args.minutes)
 
 
 if __name__ == "__main__":
