@@ -355,6 +355,221 @@ def show_kills(count, seed, minutes):
     return 0 if good == len(hits) else 1
 
 
+# --- Inputs -----------------------------------------------------------------------------------------
+
+WRONG = [  # each breaks a rule by itself
+    "--dp 0", "--dp -3", "--dp 1000000000", "--dp two", "--dp 1.5", "--tp 3", "--tp 64", "--pp 9",
+    "--cp 5", "--ep 2", "--zero 4", "--zero -1", "--hybrid 3", "--hybrid -1", "--schedule zbv",
+    "--chunks 0", "--chunks 999", "--cp-kind rings", "--recompute half", "--recompute full:x",
+    "--batch 7", "--batch 0", "--batch 99999999999999999999", "--micro-batch 5", "--micro-batch 0",
+    "--seq 0", "--seq -16", "--seq 100000", "--seq 1073741825", "--steps 0", "--steps -1",
+    "--steps 1e3", "--lr 0", "--lr nan", "--lr -1", "--lr inf", "--lr fast", "--optimizer adam",
+    "--dtype fp16", "--seed -1", "--seed 4294967296", "--model smal", "--model x", "--data /no/such",
+    "--data /", "--check -1", "--save-every 2", "--save-every -1", "--resume", "--ckpt {text}",
+    "--csv /no/such/x.csv", "--csv /", "--csv {text}", "--trace /no/such/t", "--timeout 0",
+    "--timeout -1", "--timeout nan", "--timeout 0.001", "--on-nonfinite ignore", "--fp8 e4m3",
+    "--world 4", "--nonsense 1", "extra",
+]  # fmt: skip
+RIGHT = [
+    "", "--recompute full", "--recompute selective", "--recompute full:1", "--optimizer sgd",
+    "--dtype float64", "--dtype bfloat16", "--seed 4294967295", "--lr 1e-6", "--on-nonfinite skip",
+    "--ckpt {new}/c", "--ckpt {new}/c --save-every 1", "--ckpt {new}/c --resume", "--csv {new}/x.csv",
+    "--check 1 --dtype float64", "--seq 32", "--timeout 60", "--fp8 delayed", "--trace {new}/t.json",
+]  # fmt: skip
+WILD = {
+    "dp cp tp pp ep zero hybrid chunks micro-batch save-every check": [
+        -(10**18), -1, 0, 1, 1, 2, 2, 3, 4, 7, 1000, 10**9, 10**18, "", "x", "2.5", "0x2", "1e3"],
+    "batch": [-1, 0, 1, 2, 4, 8, 12, 12, 24, 10**18, "x"],
+    "seq": [-1, 0, 1, 2, 7, 8, 16, 32, 48, 10**6, 10**18],
+    "steps": [-1, 0, 1, 2, 3, 10**18, "ten"],
+    "schedule": ["afab", "1f1b", "interleaved", "zb-h1", "zb-v", "", "1F1B"],
+    "recompute": ["none", "full", "selective", "full:0", "full:99", "full:-1", "FULL"],
+    "cp-kind": ["ring", "allgather", "ulysses", "gather"],
+    "lr": [1e-3, 1e-9, 0.1, "1e-400", "1e400", "-0.0"],
+    "dtype": ["float32", "float64", "bfloat16", "float8"],
+    "timeout": [30, 1e9, "inf", "1e-9"],
+}  # fmt: skip
+
+
+def argument_case(draw, kind, folder):
+    """(argv, expected exit codes, words of which one must be said)"""
+    text, new = f"{folder.parent}/text.bin", str(folder)
+    argv = f"--model small --batch 12 --seq 16 --steps 2 --data {text}".split()
+    if kind == "right":
+        family = draw.choice(("dense", "moe"))
+        layout = draw.choices(LAYOUTS[family], [4 / ranks(lay) for lay in LAYOUTS[family]])[0]
+        more = draw.choice(RIGHT).format(new=new, text=text).split()
+        argv += ["--model", "small" if family == "dense" else "small-moe", *layout.split(), *more]
+        return argv, {0}, [""]
+    if kind == "wrong":
+        more = [w.format(new=new, text=text).split() for w in draw.sample(WRONG, draw.choice((1, 1, 2, 3)))]
+        return argv + sum(more, ["--dp", "2"]), {2}, [words[0].strip("-") for words in more]
+    names = [(name, values) for many, values in WILD.items() for name in many.split()]
+    for name, values in draw.sample(names, draw.randint(1, 4)):
+        argv += [f"--{name}", str(draw.choice(values))]
+    return argv, {0, 2}, [""]
+
+
+def mutated(draw, data, most=3):
+    """Some bytes of it changed, cut off, doubled or put in."""
+    data = bytearray(data)
+    for _ in range(draw.randint(1, most)):
+        at = draw.randrange(len(data) or 1)
+        how = draw.choice(("flip", "cut", "double", "insert", "set"))
+        if how == "flip" and data:
+            data[at] ^= 1 << draw.randrange(8)
+        elif how == "set" and data:
+            data[at] = draw.choice((0, 32, 127, 255, draw.randrange(256)))
+        elif how == "cut":
+            del data[at:]
+        elif how == "double":
+            data[at:at] = data[at : at + 64]
+        else:
+            data[at:at] = bytes(draw.randrange(256) for _ in range(draw.randint(1, 8)))
+    return bytes(data)
+
+
+def data_case(draw, right, folder):
+    ids, kind = np.random.default_rng(draw.randrange(2**32)), draw.choice(("bin", "npy", "txt"))
+    length = draw.choice((17, 18, 33, 100, 1000, 12 * 16 + 1))
+    tokens = ids.integers(0, 61, length)
+    path = folder / f"tokens.{kind}"
+    codes = {0} if right else {2}
+    if kind == "npy":
+        np.save(path, tokens.astype(draw.choice((np.int64, np.uint16, np.int32, np.uint8, ">u2"))))
+    else:
+        tokens.astype(np.uint16 if kind == "bin" else np.uint8).tofile(path)
+    if not right:
+        wrong = {
+            "short": lambda: np.save(path, tokens[:16]) if kind == "npy"
+            else path.write_bytes(path.read_bytes()[: 32 if kind == "bin" else 16]),
+            "empty": lambda: path.write_bytes(b""),
+            "gone": path.unlink,
+            "folder": lambda: (path.unlink(), path.mkdir()),
+            "beyond": lambda: np.save(path, tokens + 60) if kind == "npy"
+            else path.write_bytes(b"\xff" * 2 * length),
+        }  # fmt: skip
+        wrong |= {"odd": lambda: path.write_bytes(path.read_bytes()[:-1])} if kind == "bin" else {}
+        if kind == "npy":
+            zipped = {"zip": lambda: np.savez(path.open("wb"), tokens)}
+            wrong |= zipped | {
+                "negative": lambda: np.save(path, tokens - 61),
+                "float": lambda: np.save(path, tokens / 2),
+                "table": lambda: np.save(path, tokens[None]),
+                "object": lambda: np.save(path, np.array([{}, 1], dtype=object), allow_pickle=True),
+                "mutated": lambda: path.write_bytes(mutated(draw, path.read_bytes()[:128]) + path.read_bytes()[128:]),
+            }
+        name = draw.choice(list(wrong))
+        if name == "mutated":
+            codes = {0, 2}
+        wrong[name]()
+    argv = f"--model small --batch 12 --seq 16 --steps 1 --data {path}".split()
+    return argv, codes, [str(path)] if codes == {2} else [""]
+
+
+def checkpoint_case(draw, folder, good):
+    """Damage in the newest checkpoint, or in all: then the one before is taken, or none."""
+    shutil.copytree(good, folder, dirs_exist_ok=True)
+    steps = sorted((folder / "c").iterdir())
+    broken = steps[-1:] if draw.random() < 0.7 else steps
+    for step in broken:
+        file = draw.choice(sorted(step.iterdir()) if draw.random() < 0.5 else [step / "index.json"])
+        how = draw.choice(("mutate", "mutate", "mutate", "remove", "empty", "swap", "folder"))
+        if how == "mutate":
+            file.write_bytes(mutated(draw, file.read_bytes()))
+        elif how == "remove":
+            file.unlink()
+        elif how == "empty":
+            file.write_bytes(b"")
+        elif how == "folder":
+            file.unlink()
+            file.mkdir()
+        else:
+            others = sorted(step.iterdir())
+            one, two = others[0].read_bytes(), others[-1].read_bytes()
+            others[0].write_bytes(two)
+            others[-1].write_bytes(one)
+    argv = words("dense", "--dp 2", folder)
+    if draw.random() < 0.15:
+        return argv + ["--seed", "5"], {1}, ["is of another run: seed 5", "is good"]
+    if len(broken) < len(steps):
+        return argv, {0}, ["is damaged", "resumed from"]
+    return argv, {0, 1}, ["is good", "resumed from"]
+
+
+def snapshot(folder):
+    return {
+        path.relative_to(folder): path.read_bytes() if path.is_file() else None
+        for path in sorted(Path(folder).rglob("*"))
+        if path.name != "out"
+    }
+
+
+def judge(code, out, codes, said, untouched):
+    """Why an input was not treated well; "" if it was."""
+    lines = [line for line in out.splitlines() if line.strip()] or [""]
+    if "Traceback" in out or "Error:" in out.replace("CheckpointError:", ""):
+        return "a bare traceback"
+    if code not in codes:
+        return f"exit code {code}, not {codes}"
+    if not any(word in out for word in said):
+        return f"says nothing of {said}"
+    if code == 2 and not any("error:" in line or line.startswith("09_combined_5d: ") for line in lines):
+        return "refused without a word"
+    if code != 2 and not lines[-1].startswith("09_combined_5d " + ("OK" if code == 0 else "FAIL: ")):
+        return f"last line {lines[-1]}"
+    return "" if code == 0 or untouched else "something was written"
+
+
+def inputs(count, seed=0, minutes=60, report=print):
+    """Feed it so many inputs; [(kind, exit code, what is wrong)]"""
+    draw, done, begin = random.Random(seed), [], time.monotonic()
+    with tempfile.TemporaryDirectory() as root:
+        root = Path(root)
+        np.random.default_rng(0).integers(0, 61, 5000).astype(np.uint16).tofile(root / "text.bin")
+        good, _ = uninterrupted("dense", "--dp 2", root)
+        (good / "out").unlink()
+        (good / "clock").unlink()
+        expected = losses(good)
+        weights = {"arguments, wrong": 45, "arguments, right": 12, "arguments, wild": 10,
+                   "data, wrong": 16, "data, right": 4, "checkpoint, damaged": 13}  # fmt: skip
+        for number in range(count):
+            kind = draw.choices(list(weights), list(weights.values()))[0]
+            folder = root / f"case-{number}"
+            folder.mkdir()
+            what, how = kind.split(", ")
+            if what == "arguments":
+                argv, codes, said = argument_case(draw, how, folder)
+            elif what == "data":
+                argv, codes, said = data_case(draw, how == "right", folder)
+            else:
+                argv, codes, said = checkpoint_case(draw, folder, good)
+            before = snapshot(folder)
+            code = finish(job(argv, folder / "out", arrange=quiet_train), 120)
+            out = (folder / "out").read_text(errors="replace")
+            wrong = judge(code, out, codes, said, snapshot(folder) == before)
+            if what == "checkpoint" and code == 0 and losses(folder) != expected:
+                wrong = wrong or "other losses"
+            done.append((kind, code, wrong))
+            if wrong:
+                report(f"case {number}: {wrong}: {' '.join(map(str, argv))}\n{out[-1500:]}", flush=True)
+            shutil.rmtree(folder)
+            if number % 25 == 24:
+                report(f"{time.monotonic() - begin:6.0f} s  {number + 1:4} inputs", flush=True)
+            if time.monotonic() - begin > 60 * minutes:
+                break
+    return done
+
+
+def show_inputs(count, seed, minutes):
+    done = inputs(count, seed, minutes)
+    results = Counter((kind, f"exit code {code}" if not wrong else wrong[:20]) for kind, code, wrong in done)
+    print_table("inputs", results, sorted({column for _, column in results}))
+    bad = sum(bool(wrong) for *_, wrong in done)
+    print(f"\n{len(done)} inputs, {sum(code == 0 for _, code, _ in done)} of them worked, {bad} not treated well")
+    return 1 if bad else 0
+
+
 # --- The long run ---------------------------------------------------------------------------------
 
 
@@ -425,7 +640,8 @@ def main(argv):
     torch.set_num_threads(1)
     if args.what == "long":
         return show_long(args.minutes)
-    return show_kills(args.count, args.seed, args.minutes)
+    show = show_inputs if args.what == "inputs" else show_kills
+    return show(args.count, args.seed, args.minutes)
 
 
 if __name__ == "__main__":
