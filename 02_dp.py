@@ -35,6 +35,7 @@ import json
 import math
 import multiprocessing
 import os
+import platform
 import pickle
 import re
 import signal
@@ -891,7 +892,9 @@ class Trace:
     def __init__(self, group):
         self.group, self.lanes, self.spans = group, {}, []
         dist.barrier(group)
-        self.zero = time.perf_counter()
+        clocks = [None] * dist.get_world_size(group)
+        dist.all_gather_object(clocks, (platform.node(), time.perf_counter()), group=group)
+        self.zero = dict(reversed(clocks))[platform.node()]  # a machine's ranks have one clock
 
     def now(self):
         return time.perf_counter() - self.zero

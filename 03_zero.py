@@ -350,7 +350,6 @@ class Optimizer:
             for name, (_, _, weight) in flat.pieces(flat.master).items():
                 self.weights[name] = weight.detach()
                 self.weights[name].grad = gradients[name][2]
-        self.norms = {}  # of the last gradients, by name
         matrices = {name for p, name in names.items() if p.dim() > 1}
         self.inner = make(
             [w for name, w in self.weights.items() if name in matrices],
@@ -358,23 +357,24 @@ class Optimizer:
         )
         device = self.flats[0].shard.device
         self._step(0.0, torch.ones((), device=device))  # a skipped step: torch makes its state
-        self.restart()
         if stage == 3:
             self.windows = [Window(units[part], self.units[part]) for part in self.stages]
-
-    def restart(self):
-        """After a step, before the next begins."""
-        for flat in self.order:
-            flat.restart()
         self.in_flight = []
         self.begin()
 
     def begin(self, passes=1):
-        """Before the first backward of a step: how many there will be, if that is known."""
-        self.passes, self.turns = passes, [0] * len(self.lanes)
+        """Before the forward passes of a step: how many there will be, if that is known.
+
+        Until then the last step's gradients stay where they are, for who wants to look at them.
+        """
+        self.passes, self.turns, self.done = passes, [0] * len(self.lanes), False
+        for flat in self.order:
+            flat.restart()
 
     def gradient_finished(self, flat, name, p):
         """A gradient is complete. Stage 1 reduces in the last pass, 2 and 3 in every one."""
+        if self.done:
+            self.begin()
         if flat in self.in_flight:  # its buffer is still travelling
             self.finish_reduces()
         if not (flat.collect(name, p) and flat.stage):
@@ -401,6 +401,8 @@ class Optimizer:
 
     def sum_gradients(self):
         """After the last backward of a step: finish all sums over `shard`, then sum over `same`."""
+        if self.done:
+            self.begin()
         for flat in self.flats:
             for name, p in flat.parameters.items():
                 if p.requires_grad != flat.trainable:
@@ -417,20 +419,11 @@ class Optimizer:
                 dist.all_reduce(flat.grad, group=group)
 
     def squares(self):
-        """This rank's share of the squared norm; over all ranks, each element counts once.
-
-        `norms` keeps those of the parts: which gradient was not finite can be asked afterwards.
-        """
+        """This rank's share of the squared norm; over all ranks, each element counts once."""
         total = torch.zeros((), dtype=torch.float64, device=self.flats[0].shard.device)
         for flat in self.order:
             copies = math.prod(dist.get_world_size(group) for group in flat.same)
-            norms = {
-                name: torch.linalg.vector_norm(gradient, dtype=torch.float64)
-                for name, (_, _, gradient) in flat.pieces(flat.grad).items()
-            }
-            self.norms.update(norms)
-            if norms:
-                total += torch.stack([*norms.values()]).square().sum() / copies
+            total += torch.linalg.vector_norm(flat.grad, dtype=torch.float64).square() / copies
         return total
 
     def scale(self, factor):
@@ -441,7 +434,7 @@ class Optimizer:
         """One step with learning rate lr; nothing changes where skip, a tensor, is not 0."""
         self._step(lr, skip)
         self.spread()
-        self.restart()
+        self.done = True
 
     def _step(self, lr, skip):
         for group in self.inner.param_groups:
@@ -607,7 +600,7 @@ def llama_units(model):
 def held(stage, flats, units, n, weight=4, gradient=4, master=0, moments=8):
     """Bytes a rank holds when it takes its step, by kind; and before it, at the most, how many more.
 
-    After it, from stage 2 on, the gradients are gone until the next backward makes new ones.
+    From stage 2 on, `begin` frees the gradients until backward makes new ones.
     """
     total = sum(flats.values())
     cut = [total // n if stage >= s else total for s in (1, 2, 3)]
@@ -972,7 +965,7 @@ def dense_run(config, sample, batch):
 
 
 def bytes_of(tensors):
-    return sum(t.untyped_storage().nbytes() for t in tensors)
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def measure(stage, config, sample, expected, group):

@@ -33,12 +33,15 @@ from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
 import torch
 import torch._dynamo  # torch.optim would import it (1.6 s): here once, not in every forked rank
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 memory = import_module("01_memory")  # the model
 dp = import_module("02_dp")  # ranks, samples, data parallelism
@@ -54,11 +57,11 @@ TRACED = 5  # steps of --trace
 MAX_NORM = 1.0
 WEIGHT_DECAY = 0.1
 REMEDIES = dict(balance=0.01, z=0.001, bias_rate=0.001)  # against an uneven load of experts
+RECIPES = [name for name in fp8.RECIPES if name != "naive"]
 MOST = dict.fromkeys(("dp", "cp", "tp", "pp", "ep"), 2**17) | dict(
     chunks=64, batch=2**24, micro_batch=2**24, seq=2**30, steps=2**31
 )  # what nobody means; looking for the nearest valid choice takes time
 FORKED = 256  # ranks that one machine starts without torchrun
-RECIPES = [name for name in fp8.RECIPES if name != "naive"]
 MODELS = memory.PRESETS | {name: replace(c, **REMEDIES) for name, c in ep.PRESETS.items()}
 
 
@@ -568,9 +571,9 @@ def train_step(job, groups, batches, positions, lr, gradients=None, loads=None, 
 
     Returns a tensor (loss, gradient norm, auxiliary loss, how many ranks gave `stop`, this rank's
     share of the loss), without having looked at a value: the host never waits for the device. If
-    loss or norm is not finite, no rank changes anything.
+    loss or norm is not finite, no rank changes anything, and the gradients stay for a look at them.
     Two lists may ask for more: gradients receives this rank's shards of the summed gradients before
-    clipping, loads how many of its tokens went to each expert, layer by layer.
+    and after clipping, loads how many of its tokens went to each expert, layer by layer.
     """
     model, pipeline, optimizer, scales = job
     N = dp.count_valid(batches, groups["tokens"])
@@ -581,19 +584,20 @@ def train_step(job, groups, batches, positions, lr, gradients=None, loads=None, 
     loss = pipeline.step(batches, N, positions)
     optimizer.sum_gradients()  # forget
     if gradients is not None:
-        gradients.extend(flat.grad.clone() for flat in optimizer.flats)
+        gradients.append([flat.grad.clone() for flat in optimizer.flats])
     if loads is not None:
         loads.extend(moe.load.clone() for moe in ep.moe_layers(model))
 
     copies = dist.get_world_size(groups["tp"])  # each of its ranks has the loss of all its tokens
     auxiliary = sum(moe.loss for moe in ep.moe_layers(model))
     blank = loss.new_zeros((), dtype=torch.float64)
-    stats = [loss.double() / copies, optimizer.squares(), blank + auxiliary, blank + stop]
-    stats = torch.stack(stats)
+    stats = torch.stack([loss.double() / copies, optimizer.squares(), blank + auxiliary, blank + stop])
     dist.all_reduce(stats, group=groups["control"])  # what all ranks have to agree on
-    norm = stats[1].sqrt()
-    skip = 1 - torch.isfinite(stats).all().float()
-    optimizer.scale((MAX_NORM / (norm + 1e-6)).clamp(max=1))
+    norm, finite = stats[1].sqrt(), torch.isfinite(stats).all()
+    skip = 1 - finite.float()
+    optimizer.scale(torch.where(finite, (MAX_NORM / (norm + 1e-6)).clamp(max=1), 1))
+    if gradients is not None:
+        gradients.append([flat.grad.clone() for flat in optimizer.flats])
     optimizer.step(lr, skip)
     ep.end_step(model, groups["dp·cp·tp"], skip)
     if scales:
@@ -798,7 +802,7 @@ def reference(args, sample, steps, dtype, device, make=None, prepare=None):
     """The same training on one device: the whole batch at once, plain backward, torch's optimizer.
 
     Uses the model of 01 and nothing of the chapters after it. Returns {"loss", "norm",
-    "gradient", "weight"}: each a dict of tensors by step, by parameter and step, by parameter.
+    "gradient", "clipped", "weight"}: dicts of tensors by step, by parameter and step, by parameter.
     make(args, matrices, vectors) gives another optimizer; prepare(model) changes the model and
     gives what to call after each step.
     """
@@ -812,7 +816,7 @@ def reference(args, sample, steps, dtype, device, make=None, prepare=None):
     matrices = [w for w in masters if w.dim() > 1]
     make, after_step = make or torch_optimizer, prepare and prepare(model)
     optimizer = make(args, matrices, [w for w in masters if w.dim() <= 1])
-    result = {"loss": {}, "norm": {}, "gradient": {}}
+    result = {"loss": {}, "norm": {}, "gradient": {}, "clipped": {}}
     for step in range(steps):
         pairs = [sample(i) for i in range(step * args.batch, (step + 1) * args.batch)]
         tokens, labels = (torch.stack(column).to(device) for column in zip(*pairs))
@@ -824,6 +828,8 @@ def reference(args, sample, steps, dtype, device, make=None, prepare=None):
             result["gradient"][f"{name}, step {step + 1}"] = w.grad.clone()
             master.grad = w.grad
         norm = torch.nn.utils.clip_grad_norm_(masters, MAX_NORM)
+        for name, master in zip(weights, masters):
+            result["clipped"][f"{name}, step {step + 1}"] = master.grad.clone()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args)
         optimizer.step()
@@ -848,8 +854,10 @@ class Check:
     """Compares the first K steps of a run with one device."""
 
     BOUND = {  # relative errors that rounding explains and a mistake does not
-        torch.float64: {"loss": 1e-12, "norm": 1e-12, "gradient": 1e-11, "weight": 1e-10},
-        torch.float32: {"loss": 1e-5, "norm": 1e-4, "gradient": 1e-4, "weight": 1e-4},
+        torch.float64: {"loss": 1e-12, "norm": 1e-12, "gradient": 1e-11, "clipped": 1e-11,
+                        "weight": 1e-10},
+        torch.float32: {"loss": 1e-5, "norm": 1e-4, "gradient": 1e-4, "clipped": 1e-4,
+                        "weight": 1e-4},
     }
 
     def __init__(self, args, sample, device):
@@ -859,7 +867,7 @@ class Check:
             self.steps = min(self.steps, 2)
         # Rank 0 alone, as ranks may share cores. The others wait for it, however long it takes.
         self.active = self.steps > 0 and dist.get_rank() == 0
-        self.ours = {"loss": {}, "norm": {}, "gradient": {}, "weight": {}}
+        self.ours = {"loss": {}, "norm": {}, "gradient": {}, "clipped": {}, "weight": {}}
         self.rounded = self.dtype not in self.BOUND or in_fp8
         if self.active:
             make = fp8_optimizer if args.fp8_optimizer else None
@@ -878,7 +886,8 @@ class Check:
         if f"auxiliary, {key}" in self.expected["loss"]:
             self.ours["loss"][f"auxiliary, {key}"] = torch.tensor(auxiliary, dtype=torch.float64)
         self.ours["norm"][key] = torch.tensor(norm, dtype=torch.float64)
-        self.ours["gradient"].update({f"{name}, {key}": g for name, g in gradients.items()})
+        for kind, tensors in zip(("gradient", "clipped"), gradients):
+            self.ours[kind].update({f"{name}, {key}": g for name, g in tensors.items()})
         if weights is not None:  # after the last step that is compared
             self.ours["weight"] = {name: p.detach().clone() for name, p in weights.items()}
             if self.rounded:  # the bias of an expert moves by the sign of a small difference
@@ -916,7 +925,7 @@ class Check:
     def report(self):
         """Print the table; returns the failures, gradients first."""
         rows, failures = [], []
-        for kind in ("gradient", "weight", "norm", "loss") if self.active else ():
+        for kind in ("gradient", "clipped", "weight", "norm", "loss") if self.active else ():
             (error, where), bound = self.error_and_bound(kind)
             rows.append([kind, len(self.ours[kind]), f"{error:.1e}", f"{bound:.1e}", where])
             if not error <= bound:
@@ -1131,8 +1140,8 @@ def train(args):
         with timeline, wire if step == first else contextlib.nullcontext():
             with timeline.span("data", "data"):
                 batches = my_batches(args, groups, sample, step, device)
-            counted, stop = loads if step == first else None, bool(stopping)
-            stats = train_step(job, groups, batches, positions, lr, gradients, counted, stop)
+            stats = train_step(job, groups, batches, positions, lr, gradients,
+                               loads if step == first else None, bool(stopping))  # fmt: skip
             # The one look at values, for the line below.
             loss, norm, auxiliary, stop, own = stats.tolist()
         seconds = timeline.now() - begin
@@ -1141,7 +1150,7 @@ def train(args):
         timeline.spans.clear()
         expected = "-"
         if step < check.steps:  # whole tensors take all ranks
-            gradients = whole(args, job.optimizer.gathered(gradients), groups)
+            gradients = [whole(args, job.optimizer.gathered(g), groups) for g in gradients]
             weights = None
             if step + 1 == check.steps:
                 weights = whole(args, own_weights(args, job), groups)
@@ -1189,8 +1198,8 @@ def first_not_finite(args, own, optimizer, groups):
     bad = [  # (is it a loss? place in the model, parameter, stage), the largest arose first
         (False, order.index(name), name, stages[optimizer.lane_of[flat]])
         for flat in optimizer.order
-        for name in flat.range.keys() & optimizer.norms.keys()
-        if not optimizer.norms[name].square().isfinite()
+        for name, (_, _, gradient) in flat.pieces(flat.grad).items()
+        if not gradient.isfinite().all()
     ]
     bad += [(True, 0, "", stages[-1])] * (not math.isfinite(own))
     everyone = [None] * dist.get_world_size()
@@ -1368,33 +1377,100 @@ def even_splits(args, rank, counts):
     return [give, [give[rank]] * args.ep]
 
 
-def dry_run(args, world):
-    """One real step of one rank of any world, on tensors without contents."""
+def dry_step(args, world):
+    """One real step of one rank of any world, on tensors without contents: what it holds and does.
+
+    held         {kind: tensors} between two steps
+    activations  bytes kept for backward when most are: after the forward pass after which most live
+    peak         the most bytes that lived at once, with all that a step needs for a moment
+    flops        (of matmuls, of attention)
+    wire         what was sent
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=args.rank, world_size=world)
-    sizes = layout(args)
-    groups, loads = make_groups(args, sizes), []
+    groups, loads = make_groups(args, layout(args)), []
     even = partial(even_splits, args, dist.get_rank(groups["ep"])) if has_experts(args) else None
-    with FakeTensorMode(), dp.Wire() as wire, mock.patch.object(ep, "splits", even):
+    with FakeTensorMode(), mock.patch.object(ep, "splits", even):
         job = compose(args, groups, "cpu")
+        pipeline = job.pipeline
         empty = torch.zeros(args.seq, dtype=torch.int64)
         batches = my_batches(args, groups, lambda i: (empty, empty), 0, "cpu")
         positions = my_positions(args, groups, "cpu")
-        train_step(job, groups, batches, positions, args.lr)
+        live, most = memory.Live(held=lambda: everything_held(job, batches, positions)), [0]
+        pipeline.forward = partial(_note_activations, pipeline, pipeline.forward, live, most)
+        with live, dp.Wire() as wire, Flops() as flops:
+            train_step(job, groups, batches, positions, args.lr)
         held = job.optimizer.tensors()
     if has_experts(args):
         load = torch.tensor(even_load(args)) * micro_batches(args)
         loads = [load] * len(ep.moe_layers(job.model))
+    return SimpleNamespace(held=held, activations=most[0], peak=live.peak, wire=wire,
+                           flops=(flops.matmuls, flops.attention),
+                           optimizer=job.optimizer, groups=groups, loads=loads)  # fmt: skip
+
+
+class Flops(TorchDispatchMode):
+    """Counts FLOPs by torch's own rules, told of what these do not know.
+
+    (torch's FlopCounterMode also keeps track of modules, by hooks that hold on to activations.)
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.matmuls = self.attention = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out, aten, packet = op(*args, **(kwargs or {})), torch.ops.aten, op._overloadpacket
+        if packet is aten._scaled_dot_product_flash_attention_for_cpu:  # scores, and what they pick
+            (q, k), causal = args[:2], args[4:5] == (True,)  # defaults are left out
+            self.attention += 2 * 2 * q.numel() * k.shape[2] // (2 if causal else 1)
+        elif packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:  # scores again
+            (q, k), causal = args[1:3], args[7]
+            self.attention += 5 * 2 * q.numel() * k.shape[2] // (2 if causal else 1)
+        elif packet is aten._grouped_mm:  # 06: rows by the matrix of their own expert
+            self.matmuls += 2 * args[0].numel() * args[1].shape[-1]
+        elif packet in flop_registry:
+            self.matmuls += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def everything_held(job, batches, positions):
+    """All tensors that live whatever the schedule does: states, sums on their way, the batch."""
+    optimizer, flats = job.optimizer, job.optimizer.flats
+    states = [t for f in flats for t in (f.whole, f.shard, f.master, f.grad, f.full)]
+    states += [t for state in optimizer.inner.state.values() for t in state.values()]
+    states += [*job.model.buffers(), *(t for batch in batches for t in batch), positions]
+    return [t for t in states if t is not None]
+
+
+def _note_activations(pipeline, forward, live, most, stage, number):
+    forward(stage, number)
+    # Not what is between two stages: it waits for its transfer, and may wait for several others.
+    moving = [t for _, t in pipeline.sending] + [get() for get in pipeline.values.values()]
+    moving = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in moving}
+    most[0] = max(most[0], live.bytes()["activations"] - sum(moving.values()))
+
+
+def dry_run(args, world):
+    step, sizes = dry_step(args, world), layout(args)
     axes = " · ".join(f"{axis} {n}" for axis, n in sizes.items())
     print(f"09 dry run   rank {args.rank} of {world} = {axes}   {args.model}   {args.dtype}\n")
     dp.table(
         ["held", "tensors", "bytes"],
-        [[n, len(ts), sum(t.numel() * t.element_size() for t in ts)] for n, ts in held.items()],
+        [[n, len(ts), sum(t.numel() * t.element_size() for t in ts)] for n, ts in step.held.items()],
     )
+    print(f"\nkept for backward: {step.activations:,} bytes; the fullest moment: {step.peak:,}")
+    print(f"FLOPs: {step.flops[0]:,} in matmuls, {step.flops[1]:,} in attention")
+    if has_experts(args):
+        print("every expert is taken to get as many tokens as every other")
     print()
-    failures = wire_table(wire, args, job.optimizer, groups, loads)
+    failures = wire_table(step.wire, args, step.optimizer, step.groups, step.loads)
     print(f"09_combined_5d FAIL: {failures[0]}" if failures else "09_combined_5d OK")
     return 1 if failures else 0
 
