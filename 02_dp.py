@@ -111,7 +111,7 @@ def run_rank(worker, args, timeout, store=None):
     # NCCL wants a GPU for each rank; ranks that share one have to speak gloo.
     nccl = here.type == "cuda" and local_world <= torch.cuda.device_count()
     rank, wait = int(os.environ["RANK"]), timedelta(seconds=timeout)
-    store = store or next(dist.rendezvous("env://", rank, world, timeout=wait))[0]
+    store = store or meeting_place(rank, world, wait)
     try:
         dist.init_process_group(
             "nccl" if nccl else "gloo", store=store, rank=rank, world_size=world, timeout=wait
@@ -124,6 +124,16 @@ def run_rank(worker, args, timeout, store=None):
         raise
     dist.destroy_process_group()
     return result
+
+
+def meeting_place(rank, world, wait):
+    """torchrun's store."""
+    store = next(dist.rendezvous("env://", rank, world, timeout=wait))[0]
+    # Of one machine it is kept when the ranks are restarted, with the addresses of those that died.
+    # Several machines (c10d) get a new one, and there each has a count of restarts of its own.
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        store = dist.PrefixStore(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    return store
 
 
 def explain(error, store, rank, world, patience):

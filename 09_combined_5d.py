@@ -1212,9 +1212,10 @@ def first_not_finite(args, own, optimizer, groups):
     bad += [(True, 0, "", stages[-1])] * (not math.isfinite(own))
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, max(bad, default=None))
-    (loss, _, name, stage), rank = max(
-        ((seen, -rank) for rank, seen in enumerate(everyone) if seen), default=((0, 0, "?", 0), 0)
-    )
+    found = [(seen, -rank) for rank, seen in enumerate(everyone) if seen]
+    if not found:
+        return "every value is finite, only their squares are not"
+    (loss, _, name, stage), rank = max(found)
     what = "its loss" if loss else f"the gradient of {name}"
     return f"first on rank {-rank}, stage {stage}: {what}"
 
@@ -1275,30 +1276,31 @@ class Csv:
         """Keep what the file says of the first steps, if they were done by an earlier run."""
         self.path, self.file, self.failures = path, None, []
         if path is not None and dist.get_rank() == 0:
-            old = Path(path).read_text(errors="replace") if first and os.path.exists(path) else ""
+            old = Path(path).read_text(errors="replace") if first and os.path.isfile(path) else ""
             rows = re.finditer(r"^(\d+),.*\n", old, re.M)  # the last line may be torn
             kept = [row[0] for row in rows if int(row[1]) <= first]
-            self.attempt(self.open, "".join([self.HEAD, *kept]))
+            self.attempt(self.open, [self.HEAD, *kept])
 
     @classmethod
     def is_ours(cls, path):
         with open(path, errors="replace") as file:
             return file.readline(200).split(",")[:2] in (["step", "loss"], [""])
 
-    def open(self, text):
-        with open(f"{self.path}.tmp", "w") as file:  # aside, or a kill here would lose the lines
-            file.write(text)
-        os.replace(f"{self.path}.tmp", self.path)
-        self.file = open(self.path, "a", buffering=1)
+    def open(self, lines):
+        aside = f"{self.path}.tmp" if lines[1:] else self.path  # a kill here shall not lose them
+        self.file = open(aside, "w", buffering=1)
+        self.file.writelines(lines)
+        if aside != self.path:
+            os.replace(aside, self.path)
 
     def write(self, *row):
         if self.file:
             self.attempt(self.file.write, ",".join(map(repr, row)) + "\n")
 
-    def attempt(self, act, text):
+    def attempt(self, act, what):
         """A full disk does not stop the training; the verdict tells of it."""
         try:
-            act(text)
+            act(what)
         except OSError as error:
             self.file, self.failures = None, [f"--csv {self.path}: {error}"]
             dp.log(f"{self.failures[0]}; no further lines")
