@@ -30,6 +30,10 @@ Forget    the fp32 master copy. A step is smaller than bf16 can add to a weight:
           4 bytes a parameter: 27 GB are missing in the 114 GB that are often quoted for 7B.
 Run       python 01_memory.py
           python 01_memory.py --model llama3-70b --seq 8192 --micro-batch 1 --recompute selective
+Copy      Plain, KeepInput, now, LinearFunction, linear: a linear layer with three seams (section 2).
+          at_least_fp32, NormFunction, CrossEntropyFunction, summed_cross_entropy: functions that
+          keep less than autograd's own. Live: the bytes that are alive while any code runs.
+          Imports: weakref, TorchDispatchMode, tree_leaves.
 Read      Llama 3 (2407.21783), RoPE (2104.09864), GQA (2305.13245), SwiGLU (2002.05202);
           recomputation (1604.06174, 2205.05198), mixed precision (1710.03740), AdamW (1711.05101),
           FLOPs and tokens (2001.08361, 2203.15556), MFU (2204.02311), DeepSeek-V3 (2412.19437)

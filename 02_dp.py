@@ -20,6 +20,9 @@ Forget    the tokens that count. The loss is a sum divided by the number of vali
           lengths every gradient is off (relative error 3.59 in this demo); nothing crashes.
 Run       torchrun --nproc-per-node 4 02_dp.py      (or python 02_dp.py: it starts 4 ranks itself)
           python 02_dp.py --trace dp.json           (then open the file in ui.perfetto.dev)
+Copy      assign, plain, Bucket, Buckets: gradients summed while backward goes on, for any model.
+          _bytes, _all_to_all_single, SENT, _group, Wire: what any code sends. Imports: itertools,
+          Counter, deque, Fraction, TorchDispatchMode.
 Read      PyTorch Distributed (2006.15704), Horovod (1802.05799), deep gradient compression
           (1712.01887), the Ultra-Scale Playbook's chapter on data parallelism
 

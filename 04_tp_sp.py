@@ -27,6 +27,9 @@ Forget    with SP, the gradients of the norms. Each rank has those of its own to
           sum over tp the loss is right in step 1, and nine gradients are not: a norm's weight
           is off by a relative error 0.424 in this demo.
 Run       torchrun --nproc-per-node 4 04_tp_sp.py      (or python 04_tp_sp.py)
+Copy      at_least_fp32, unchanged, all_reduced, gathered, scattered, Conjugate, enter, leave,
+          column_parallel, row_parallel: pairs of matrices over several ranks, TP or SP. IGNORE,
+          lookup_own, vocab_parallel_cross_entropy, VocabParallelCrossEntropy: the vocabulary too.
 Read      Megatron-LM (1909.08053), sequence parallelism (2205.05198), overlap by decomposition
           (ASPLOS 2023, 10.1145/3567955.3567959); megatron/core/tensor_parallel
 

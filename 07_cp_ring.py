@@ -23,6 +23,10 @@ Forget    the positions. A rank's tokens are not the first T/n of the sequence; 
           positions RoPE turns each rank's keys as if they were. Nothing crashes, the gradients
           are wrong (relative error 0.865 in this demo).
 Run       torchrun --nproc-per-node 4 07_cp_ring.py      (or python 07_cp_ring.py)
+Copy      chunks, nearest_lengths, part, whole: a sequence in parts. aten, at_least_fp32, merge,
+          written_out, plain_block, plain_block_backward, on_flash, as_bias, block, block_backward,
+          blocks, in_view, forward_blocks, backward_blocks, nothing_yet, pass_on, around, from_all,
+          RingFunction, ring: attention over it. Imports: math.
 Read      Ring Attention (2310.01889), Llama 3 (2407.21783) section 3.3.2, Ulysses (2309.14509),
           FlashAttention-2 (2307.08691)
 
