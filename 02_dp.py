@@ -559,10 +559,15 @@ class Buckets:
         buckets = Buckets(model.named_parameters(), group)
         every step:  buckets.start(passes=M); M times loss.backward(); buckets.finish()
 
-    Then p.grad is the sum, in at least fp32, or None if no rank used p. The layout depends on the
-    parameters alone: in reverse order of registration, which is about the order in which backward
-    finishes them. Buckets start in this order on every rank, whatever the order of arrival: one
-    that is full early waits for those before it, or ranks would add different buckets up.
+    Then p.grad is the sum, in at least fp32, or None if no rank used p. Unlike DDP it is a sum, and
+    no mean: divide each loss by the tokens of the global batch (count_valid). Micro-batches before
+    the last send nothing (DDP's no_sync). Weights are never sent: all ranks have to start with the
+    same, as from 01's build.
+
+    The layout depends on the parameters alone: in reverse order of registration, which is about the
+    order in which backward finishes them. Buckets start in this order on every rank, whatever the
+    order of arrival: one that is full early waits for those before it, or ranks would add different
+    buckets up.
 
     on_finished(p, hook) calls hook(p) when p.grad is complete. Autograd's own word is the default;
     it comes too early for a deferred weight gradient (05), then 01's has to be given.
