@@ -63,11 +63,30 @@ def at_least_fp32(dtype):
 def reduce_scatter(shard, whole, group):
     """Start: shard = this rank's part of the sum of all `whole`. Returns what waits for the end.
 
-    shard may be that very part of whole, here as with NCCL.
+    shard may be that very part of whole.
     """
-    # torch 2.13 has given the function a new name
-    single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return single(shard, whole, group=group, async_op=True).wait
+    if reduces_by(group) == "reduce_scatter":
+        # torch 2.13 has given the function a new name
+        single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return single(shard, whole, group=group, async_op=True).wait
+    parts = torch.empty_like(whole)
+    wait = dist.all_to_all_single(parts, whole, group=group, async_op=True).wait
+
+    def add():
+        wait()
+        torch.sum(parts.view(dist.get_world_size(group), -1), 0, out=shard)
+
+    return add
+
+
+def reduces_by(group=None):
+    """The collective inside reduce_scatter, under the name that 02's meter has for it.
+
+    There are two for speed alone: gloo's own reduce-scatter is an all-reduce of a copy, of which it
+    keeps a part. To send everyone its part and add what comes takes half of the time, sends what a
+    reduce-scatter should, (N-1)/N of the whole, and holds another whole meanwhile, as gloo does.
+    """
+    return "reduce_scatter" if dist.get_backend(group) == "nccl" else "all_to_all"
 
 
 def all_gather(whole, shard, group, wire=None):
@@ -111,7 +130,8 @@ class Flat:
     master  (S,)    the shard in at least fp32; the same tensor if the shard is that already
     full    (n·S,)  the gradients of this rank's tokens, in at least fp32; from stage 2 on it comes
                     and goes
-    grad    (S,)    this rank's part of their sum
+    grad    (S,)    this rank's part of their sum; from stage 2 on its memory is there from the
+                    first reduction to the step, and not while activations pile up in forward
     """
 
     @torch.no_grad()
@@ -150,7 +170,6 @@ class Flat:
             self.grad = first.new_zeros(length, dtype=wide)
             if self.stage < 2:
                 self.full, self.grad = self.grad, self.grad[self.mine]
-        self.restart()
 
     def views(self, whole):
         """{name: the parameter's place in a buffer such as `whole`, in the parameter's shape}"""
@@ -203,7 +222,10 @@ class Flat:
         self.ready = False  # are all gradients of a pass here, and not reduced yet?
         self.reduced = False
         if self.trainable:
-            (self.full[self.used :] if self.stage < 2 else self.grad).zero_()
+            if self.stage < 2:
+                self.full[self.used :].zero_()
+            else:
+                self.grad.untyped_storage().resize_(0)
 
     def collect(self, name, p):
         """Add p's finished gradient to `full`. Returns True if it was the last one of this pass."""
@@ -240,7 +262,11 @@ class Flat:
             self.reducing()
             self.reducing = None
         if self.stage > 1:
-            self.grad += self.full[self.mine]
+            if self.grad.untyped_storage().nbytes():
+                self.grad += self.full[self.mine]
+            else:  # of this step's first pass
+                self.grad.untyped_storage().resize_(self.grad.nbytes)
+                self.grad.copy_(self.full[self.mine])
             self.full = None
 
 
@@ -331,8 +357,14 @@ class Optimizer:
         )
         device = self.flats[0].shard.device
         self._step(0.0, torch.ones((), device=device))  # a skipped step: torch makes its state
+        self.restart()
         if stage == 3:
             self.windows = [Window(units[part], self.units[part]) for part in self.stages]
+
+    def restart(self):
+        """After a step, before the next begins."""
+        for flat in self.order:
+            flat.restart()
         self.in_flight = []
         self.begin()
 
@@ -399,9 +431,7 @@ class Optimizer:
         """One step with learning rate lr; nothing changes where skip, a tensor, is not 0."""
         self._step(lr, skip)
         self.spread()
-        for flat in self.order:
-            flat.restart()
-        self.begin()
+        self.restart()
 
     def _step(self, lr, skip):
         for group in self.inner.param_groups:
@@ -423,7 +453,7 @@ class Optimizer:
             flat.arrive()
 
     def tensors(self):
-        """All that a rank holds between two steps, by kind."""
+        """All that a rank holds when it takes a step, by kind."""
         trained = self.order
         return {
             "parameters": [f.shard if f.stage == 3 else f.whole for f in self.flats],
@@ -565,7 +595,10 @@ def llama_units(model):
 
 
 def held(stage, flats, units, n, weight=4, gradient=4, master=0, moments=8):
-    """Bytes a rank holds between two steps, by kind; and how many more inside one, at the most."""
+    """Bytes a rank holds when it takes its step, by kind; and before it, at the most, how many more.
+
+    After it, from stage 2 on, the gradients are gone until the next backward makes new ones.
+    """
     total = sum(flats.values())
     cut = [total // n if stage >= s else total for s in (1, 2, 3)]
     two_units = max(sum(flats[k] for k in {*a, *b}) for a, b in zip(units, units[1:] or units))
@@ -607,11 +640,14 @@ def gathers(passes, stages):
     return gathered
 
 
-def sent(stage, flats, units, n, weight=4, gradient=4, m=1, passes=None):
+def sent(
+    stage, flats, units, n, weight=4, gradient=4, m=1, passes=None, reduction="reduce_scatter"
+):
     """{collective: (calls, bytes)} a rank sends over `shard` in a step of m micro-batches.
 
     With a pipeline: units is {stage: units}, passes as in `gathers`, and m {flat: how often its
-    gradient is complete}. (05: with deferred weight gradients that may be less often.)
+    gradient is complete}. (05: with deferred weight gradients that may be less often.) reduction is
+    what reduces_by says.
     """
     if stage == 0 or n == 1:
         return {}
@@ -624,7 +660,7 @@ def sent(stage, flats, units, n, weight=4, gradient=4, m=1, passes=None):
         gathered = [flats[k] for k in gathers(passes, units) if k in flats]
     return {
         "all_gather": (len(gathered), Fraction((n - 1) * sum(gathered) * weight, n)),
-        "reduce_scatter": (len(reduced), Fraction((n - 1) * sum(reduced) * gradient, n)),
+        reduction: (len(reduced), Fraction((n - 1) * sum(reduced) * gradient, n)),
     }
 
 
@@ -881,7 +917,11 @@ def build(stage, config, group):
 
 
 def train_step(model, optimizer, sample, step, group):
-    """One step on this rank's part of the batch; returns the clipped gradients of the first."""
+    """One step on this rank's part of the batch.
+
+    Returns what the rank held before it took it, in bytes by kind; and the clipped gradients, of
+    the first step only.
+    """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     numbers = dp.my_samples(step, MICRO_BATCHES * world, rank, world)
     batches = dp.micro_batches(sample, numbers, 1, dp.device())
@@ -893,8 +933,9 @@ def train_step(model, optimizer, sample, step, group):
     clipped = None
     if step == 0:
         clipped = optimizer.gathered([flat.grad for flat in optimizer.flats])
+    sizes = {kind: bytes_of(tensors) for kind, tensors in optimizer.tensors().items()}
     optimizer.step(LR)
-    return clipped
+    return sizes, clipped
 
 
 def weights(optimizer):
@@ -920,26 +961,26 @@ def dense_run(config, sample, batch):
 
 
 def bytes_of(tensors):
-    return sum(t.numel() * t.element_size() for t in tensors)
+    return sum(t.untyped_storage().nbytes() for t in tensors)
 
 
 def measure(stage, config, sample, expected, group):
     """Train with one stage; returns table rows of bytes held and sent, and failures."""
     world = dist.get_world_size()
     model, optimizer = build(stage, config, group)
-    clipped = train_step(model, optimizer, sample, 0, group)
+    _, clipped = train_step(model, optimizer, sample, 0, group)
     with dp.Wire() as wire:
-        train_step(model, optimizer, sample, 1, group)
+        sizes, _ = train_step(model, optimizer, sample, 1, group)
     train_step(model, optimizer, sample, 2, group)
 
     flats, units = llama_layout(config, world if stage else 1)
     holds = held(stage, flats, units, world, 8, 8, 0, 16)
-    sizes = {kind: bytes_of(tensors) for kind, tensors in optimizer.tensors().items()}
     measured, formula = sum(sizes.values()), sum(holds[kind] for kind in sizes)
     shown = [sizes[kind] for kind in ("parameters", "gradients", "moments")]  # fp64: no master copy
     held_row = [stage, *shown, measured, formula]
     sent_rows = []
-    for name, (calls, size) in sent(stage, flats, units, world, 8, 8, MICRO_BATCHES).items():
+    costs = sent(stage, flats, units, world, 8, 8, MICRO_BATCHES, reduction=reduces_by(group))
+    for name, (calls, size) in costs.items():
         sent_rows.append([stage, name, wire.calls["dp", name], calls, wire.bytes["dp", name], size])
 
     failures = []
@@ -1010,6 +1051,8 @@ def demo(args):
         dp.log()
         head = ["stage", "sent over dp", "calls", "formula", "bytes", "formula"]
         dp.table(head, [row for _, rows, _ in stages for row in rows])
+        if reduces_by(group) == "all_to_all":
+            dp.log("all_to_all: reduce-scatter without NCCL, the sum is made where parts arrive")
     failures = [failure for *_, wrong in reversed(stages) for failure in wrong]
     return dp.verdict("03_zero", failures + resume(config, sample, group))
 

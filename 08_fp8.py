@@ -344,18 +344,19 @@ class State:
         return {f"{name}.{kind}": row[k] for name, row in rows for k, kind in enumerate(KINDS)}
 
     @torch.no_grad()
-    def end_step(self, *groups):
+    def end_step(self, *groups, skip=0):
         """Once a step, after all backward passes: this step's amax enters, the oldest leaves.
 
         groups: those that share a stage's layers (dp, cp, tp, or one for all), not the pipeline,
-        whose stages have other linears. Who did not run, or saw an infinity, keeps what it has.
+        whose stages have other linears. Who did not run, or saw an infinity, keeps what it has; so
+        do all if `skip`, a number or a tensor, is 1.
         """
         if not self.delayed:
             return
         now = self.now.nan_to_num_(nan=math.inf, posinf=math.inf)
         for group in groups:
             largest_of_all(now, group)
-        ran = (now > 0) & now.isfinite()
+        ran = (now * (1 - skip) > 0) & now.isfinite()
         moved = torch.cat((now[..., None], self.amax[..., :-1]), -1)
         self.amax.copy_(torch.where(ran[..., None], moved, self.amax))
         self.now.zero_()
@@ -804,9 +805,9 @@ def compare_optimizers(steps=5):
     return [] if held_bytes[1] == formula and error < 0.2 else [f"FP8AdamW: error {error:.3g}"]
 
 
-def train(recipe, steps, seed=0, make=zero.adamw, batch=4, T=64, lr=5e-4):
+def train(recipe, steps, seed=0, make=zero.adamw, lr=5e-4, batch=4, T=64, c=CONFIG):
     """Train on text in bf16 with this recipe; -> losses (steps,)."""
-    model = memory.build(CONFIG, seed, dtype=torch.bfloat16)
+    model = memory.build(c, seed, dtype=torch.bfloat16)
     state, model.lm_head.how = use(model, recipe), FP8(NONE)
     groups = {name: (None, ()) for name, _ in model.named_parameters()}
     units = zero.llama_units(model)

@@ -88,22 +88,18 @@ class Llama(nn.Module):
         return self.lm_head(self.norm(x))
 
 
-def parallelized(group):
+def plan():
+    """Torch's plan for tensor and sequence parallelism of a Llama."""
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         PrepareModuleInput,
         RowwiseParallel,
         SequenceParallel,
-        parallelize_module,
     )
 
-    model = Llama(CONFIG)
-    model.load_state_dict(memory.build(CONFIG).state_dict())
-    mesh = DeviceMesh.from_group(group, "cpu")
     split, whole = Shard(1), Replicate()
-    plan = {
+    rules = {
         "embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=split),
         "norm": SequenceParallel(),
         "lm_head": ColwiseParallel(
@@ -118,10 +114,19 @@ def parallelized(group):
     }
     for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj",
                  "mlp.up_proj"):  # fmt: skip
-        plan[f"layers.*.{name}"] = ColwiseParallel()
+        rules[f"layers.*.{name}"] = ColwiseParallel()
     for name in ("self_attn.o_proj", "mlp.down_proj"):
-        plan[f"layers.*.{name}"] = RowwiseParallel(output_layouts=split)
-    return parallelize_module(model, mesh, plan)
+        rules[f"layers.*.{name}"] = RowwiseParallel(output_layouts=split)
+    return rules
+
+
+def parallelized(group):
+    from torch.distributed.tensor.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    model = Llama(CONFIG)
+    model.load_state_dict(memory.build(CONFIG).state_dict())
+    return parallelize_module(model, DeviceMesh.from_group(group, "cpu"), plan())
 
 
 def torch_tp(group):

@@ -1,7 +1,7 @@
 """05 beside torch.distributed.pipelining. The rows are in bench.py.
 
-Both run the same stages of the same Llama. Theirs gets plain F.linear in place of 01's linear, as
-01's would compute input and weight gradients in both halves of a backward that torch has split.
+Both run the same stages of the same Llama. Only where torch splits the backward, its stages get
+F.linear in place of 01's linear, which would compute both gradients in both halves.
 """
 
 from importlib import import_module
@@ -62,7 +62,7 @@ def ours(name, group):
 
 def theirs(name, schedule, group):
     mine, n = stages(name, group)
-    for stage in mine.values():
+    for stage in mine.values() if name.startswith("zb") else ():
         for part in stage.modules():
             if isinstance(part, memory.Linear) and not isinstance(part, memory.Head):
                 part.forward = lambda x, part=part: F.linear(x, part.weight)

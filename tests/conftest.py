@@ -1,9 +1,11 @@
 """What every test file relies on: the chapters can be imported, and what --full adds.
 
 `./run.sh test` runs every test function of a chapter, but of its cases at most CASES, spread over
-the list, and none that is marked `full`. `./run.sh test full` runs all of them.
+the list, and none that is marked `full`. `./run.sh test full` runs all of them. Both start pytest
+twice: the two share a folder, and of each test the first who comes to it notes there that it has it.
 """
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -19,6 +21,7 @@ torch.set_num_threads(1)  # ranks are forked from here; see 02's run_rank
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="the long tests too (an hour at most)")
+    parser.addoption("--share", metavar="DIR", help="run what no other with this folder has begun")
 
 
 def pytest_configure(config):
@@ -43,9 +46,27 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if item in keep]
 
 
+def pytest_runtestloop(session):
+    """With --share, pytest's own loop, less the tests that another process has."""
+    folder = session.config.getoption("--share")
+    if not folder or session.config.option.collectonly or session.testsfailed:
+        return None  # pytest's own
+    for item in session.items:
+        try:
+            Path(folder, hashlib.sha1(item.nodeid.encode()).hexdigest()).touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+    return True
+
+
 def run_script(*argv, torchrun=0, folder=ROOT, timeout=120):
-    """Start a chapter as a user does: python, or torchrun with so many ranks. stdout and stderr apart."""
-    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(torchrun)] if torchrun else []
+    """Start a chapter as a user does: python, or torchrun with so many ranks."""
+    start = []
+    if torchrun:  # standalone: on a free port, as another test may start one, too
+        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(torchrun)]
     return subprocess.run(
         [sys.executable, *start, *map(str, argv)],
         cwd=folder,

@@ -250,7 +250,7 @@ def orthogonal(stage, m, later):
         optimizer.step(0.0)
         reductions = 0 if stage == 0 else 1 if stage == 1 or later == "end" else m
         calls = {name: count for (_, name), count in wire.calls.items() if name != "all_gather"}
-        assert calls == ({"reduce_scatter": reductions} if stage else {"all_reduce": 1}), calls
+        assert calls == ({"all_to_all": reductions} if stage else {"all_reduce": 1}), calls
 
 
 def all_orthogonal():
@@ -417,6 +417,27 @@ def all_non_contiguous():
 
 def test_a_parameter_that_is_not_contiguous():
     assert dp.launch(all_non_contiguous, 2, timeout=20) == [2, 2]
+
+
+def both_reductions():
+    """With the backend's own reduce-scatter and by all-to-all, also into a part of the input."""
+    world, rank, found = dist.get_world_size(), dist.get_rank(), []
+    for name in ("all_to_all", "reduce_scatter"):
+        zero.reduces_by = lambda group: name
+        whole = torch.arange(world * 5.0) * 10**rank
+        with dp.Wire() as wire:
+            zero.reduce_scatter(whole[rank * 5 : (rank + 1) * 5], whole, dist.group.WORLD)()
+        assert list(wire.calls) == [("default_pg", name)]
+        found.append((whole[rank * 5 : (rank + 1) * 5].tolist(), sum(wire.bytes.values())))
+    assert found[0] == found[1]
+    return found[0][0]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_reduction_is_the_same_by_either_collective(world):
+    ones = int("1" * world)
+    expected = [[ones * (5.0 * r + i) for i in range(5)] for r in range(world)]
+    assert dp.launch(both_reductions, world, timeout=20) == expected
 
 
 # --- Precision ---------------------------------------------------------------------------------
@@ -725,12 +746,14 @@ def storages_bytes(tensors):
 
 
 def bytes_held_and_sent(stage, config, m, dtype):
-    """Measured beside formula, between steps, inside a step, and on the wire."""
+    """Measured beside formula: when a step is taken, the most before it, and on the wire."""
     n, world = dist.get_world_size(), dist.group.WORLD
     wide = memory.at_least_fp32(dtype)
     model = llama(config, dtype=dtype)
     optimizer = sharded(model, zero.llama_units(model), stage)
     step_of(model, optimizer, 0, m)
+    if stage >= 2 and n > 1:  # until the next backward
+        assert storages_bytes(w.grad for w in optimizer.weights.values()) == 0
     flats, units = layout(config, n if stage else 1)
     master = wide.itemsize if wide != dtype else 0
     formula = zero.held(
@@ -741,21 +764,19 @@ def bytes_held_and_sent(stage, config, m, dtype):
     moments = [t for s in optimizer.inner.state.values() for t in s.values() if t.dim()]
     grads = [w.grad for w in shards]
 
-    at_rest = {
-        "parameters": storages_bytes([*parameters, *(flat.shard for flat in optimizer.flats)]),
-        "gradients": storages_bytes(grads),
-        "master copy": storages_bytes(shards) if master else 0,
-        "moments": storages_bytes(moments),
-    }
+    def at_rest():
+        return {
+            "parameters": storages_bytes([*parameters, *(flat.shard for flat in optimizer.flats)]),
+            "gradients": storages_bytes(grads),
+            "master copy": storages_bytes(shards) if master else 0,
+            "moments": storages_bytes(moments),
+        }
+
     padding = sum(flat.length for flat in optimizer.flats) - sum(p.numel() for p in parameters)
     # moments have no padding: they are counted as what the parameters have
     mine = sum(w.numel() for w in shards)
-    assert at_rest.pop("moments") == 2 * wide.itemsize * mine
+    assert at_rest()["moments"] == 2 * wide.itemsize * mine
     assert 0 <= formula["moments"] - 2 * wide.itemsize * mine <= 2 * wide.itemsize * padding
-    if not shards:
-        at_rest["gradients"] = formula["gradients"]
-    assert at_rest == {kind: formula[kind] for kind in at_rest}, (stage, at_rest, formula)
-
     peak = {"gathered": 0, "unreduced": 0}
 
     def look():
@@ -771,10 +792,13 @@ def bytes_held_and_sent(stage, config, m, dtype):
     with dp.Wire() as wire, Storages(look):
         dp.accumulate_gradients(model, batches, N)
         optimizer.sum_gradients()
+        held = at_rest() | {"moments": formula["moments"]}
         optimizer.step(LR)
+    assert held == {kind: formula[kind] for kind in held}, (stage, held, formula)
     if n > 1:
         assert peak == {k: formula[k] for k in peak}, (stage, peak, formula)
-    expected = zero.sent(stage, flats, units, n, dtype.itemsize, wide.itemsize, m)
+    sizes = dtype.itemsize, wide.itemsize
+    expected = zero.sent(stage, flats, units, n, *sizes, m, reduction=zero.reduces_by(world))
     measured = {
         name: (wire.calls[group, name], wire.bytes[group, name]) for group, name in wire.calls
     }
@@ -865,7 +889,7 @@ class Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         name = op._schema.name
-        letter = {"c10d::_allgather_base_": "G", "c10d::_reduce_scatter_base_": "R"}.get(name)
+        letter = {"c10d::_allgather_base_": "G", "c10d::alltoall_base_": "R"}.get(name)
         if letter or name in ("aten::mm", "aten::linear", "aten::addmm"):
             self.events.append(letter or "m")
         return op(*args, **(kwargs or {}))

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 
 memory = import_module("01_memory")
 dp = import_module("02_dp")
+zero = import_module("03_zero")
+pp = import_module("05_pp_1f1b")
 ep = import_module("06_ep")
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
@@ -476,6 +478,95 @@ def rounded_inputs(moe, x):
 def test_dispatch_on_another_wire():
     for saved, away, error, difference in dp.launch(wire_worker, 2, timeout=20):
         assert saved and away > 0 and error < 1e-6 < difference < 2e-2
+
+
+# --- Clipping, and stages without experts -------------------------------------------------------
+
+
+def optimizer_of(model, experts, rest, **more):
+    """03's optimizer, not cut: the groups over which gradients of experts, of all else, are summed."""
+    groups = {
+        name: (None, (experts,) if ep.is_expert(name) else (rest,))
+        for name, _ in model.named_parameters()
+    }
+
+    def make(matrices, vectors):
+        return torch.optim.SGD(matrices + vectors, lr=1.0, fused=True)
+
+    return zero.Optimizer(model, zero.llama_units(model), groups, 0, make, **more)
+
+
+def norm_worker(degree, dense):
+    """A loss whose gradients are known: of norm 3 or 4 for the experts of a rank and its replicas
+    together, `dense` for a weight that all have."""
+    groups, world = ep.make_ep_groups(degree), dist.get_world_size()
+    model = ep.build_moe(config(layers=1), dtype=F64, group=groups["ep"])
+    optimizer = optimizer_of(model, groups["edp"], groups["all"])
+    expert, weight = model.layers["0"].mlp.experts.up_proj[0, 0, 0], model.norm.weight
+    loss = (3 + groups["ep"].rank() % 2) * expert / (world // degree) + dense * weight[0] / world
+    (loss + sum((p * 0).sum() for p in model.parameters())).backward()
+    optimizer.sum_gradients()
+    factor = zero.clip_factor(optimizer, 1.0, groups["all"])
+    optimizer.scale(factor)
+    optimizer.step(lr=0.1)
+    return factor.item(), weight.tolist()
+
+
+@pytest.mark.parametrize("world, degree", [(2, 2), (4, 2), (4, 4)])
+def test_one_norm_for_experts_and_all_else(world, degree):
+    """Every expert counts once, on whichever rank it is, and all ranks clip by the same factor."""
+    for dense in (0.0, 12.0):
+        norm = math.sqrt(25 * degree / 2 + dense**2)
+        results = dp.launch(norm_worker, world, degree, dense, timeout=20)
+        for factor, weights in results:
+            assert abs(factor - 1 / (norm + 1e-6)) < 1e-12
+            assert abs(1 - 0.1 * dense * factor - weights[0]) < 1e-12
+            assert weights == results[0][1]
+
+
+def half_moe(c):
+    """Two layers; only the second has experts."""
+    model, dense = ep.build_moe(c, dtype=F64), memory.build(c, dtype=F64)
+    model.layers["0"].mlp = dense.layers["0"].mlp
+    return model
+
+
+def stage_worker():
+    """A pipeline of a stage without experts and one with; norm, bias and load of a step."""
+    c, rank = config(bias_rate=0.1, balance=0.1), dist.get_rank()
+    alone = [dist.new_group([r]) for r in range(2)][rank]  # the ranks of this stage
+    tokens, labels = batch(c)
+    batches, N = list(zip(tokens.split(1), labels.split(1))), (labels != -100).sum()
+    model = half_moe(c)
+    pp.keep_stages(model, [1, 1], [rank])
+    lowered = pp.lower(pp.one_f_one_b(2, 4))
+    shape = lambda tokens: (*tokens.shape, c.dim)  # noqa: E731
+    pipeline = pp.Pipeline({rank: model}, lowered, dist.group.WORLD, shape)
+    optimizer = optimizer_of(model, alone, alone, on_finished=memory.on_finished)
+    ep.begin_step(model, N)
+    pipeline.step(batches, N)
+    optimizer.sum_gradients()
+    factor = zero.clip_factor(optimizer, 1e-3, dist.group.WORLD).item()
+    load, loss = ep.end_step(model, alone)
+    return factor, load, float(loss), [moe.router.bias for moe in ep.moe_layers(model)]
+
+
+def test_a_stage_without_experts_clips_and_ends_its_step_with_the_others():
+    c = config(bias_rate=0.1, balance=0.1)
+    model, (tokens, labels) = half_moe(c), batch(c)
+    N = (labels != -100).sum()
+    ep.begin_step(model, N)
+    (model.loss(model(tokens), labels) / N).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    expected, auxiliary = ep.end_step(model)
+    first, second = dp.launch(stage_worker, 2, timeout=20)
+    for factor, *_ in (first, second):
+        assert abs(factor * (norm + 1e-6) / 1e-3 - 1) < 1e-11
+    assert first[1:] == (None, 0.0, [])
+    _, load, loss, (bias,) = second
+    assert torch.equal(load, expected) and load.sum() == tokens.numel() * c.top_k
+    assert abs(loss - auxiliary) < 1e-12 and auxiliary > 0
+    assert torch.equal(bias, ep.moe_layers(model)[0].router.bias) and bias.any()
 
 
 # --- Bytes --------------------------------------------------------------------------------------

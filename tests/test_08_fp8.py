@@ -481,6 +481,9 @@ def test_evaluation_and_infinities_leave_no_trace():
         y.sum().backward()
         state.end_step()
         assert history.tolist() == [2, 0, 0, 0]
+    part(torch.full((4, 48), 7.0, requires_grad=True)).sum().backward()
+    state.end_step(skip=torch.ones(()))  # a step that was skipped for a reason elsewhere
+    assert history.tolist() == [2, 0, 0, 0] and not state.now.any()
     y = part(torch.full((4, 48), 1.0))
     assert y.isfinite().all(), "and the next step is as if nothing had been"
 
@@ -1122,10 +1125,9 @@ def test_a_step_never_looks_at_a_value(recipe):
 
 
 def test_a_few_steps_on_text():
-    losses = {
-        name: fp8.train(fp8.RUNS[name][0], 12, make=fp8.RUNS[name][1], lr=2e-3)[-4:].mean().item()
-        for name in ("bf16", "block", "naive")
-    }
+    c, losses = replace(fp8.CONFIG, dim=128, heads=2, kv_heads=2, ffn=256), {}
+    for name in ("bf16", "block", "naive"):
+        losses[name] = fp8.train(fp8.RUNS[name][0], 24, lr=4e-3, c=c)[-6:].mean().item()
     assert abs(losses["block"] / losses["bf16"] - 1) < 0.01
     assert losses["naive"] / losses["bf16"] - 1 > 0.03
 

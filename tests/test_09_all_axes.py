@@ -305,6 +305,8 @@ def test_every_replica_computes_the_same_next_logits(argv):
         ("--model tiny-moe --dp 4 --ep 2 --zero 1 --hybrid 4", "--hybrid 4 does not divide the 2 ranks"),
         ("--pp 2 --schedule zb-h1 --zero 3 --recompute selective", "needs the norm, which --zero 3"),
         ("--pp 0 --ep -1 --chunks 0", "--ep -1: at least 1"),
+        ("--fp8 dellayed", "--fp8 dellayed: did you mean delayed?"),
+        ("--fp8-optimizer --optimizer sgd", "--fp8-optimizer: for --optimizer adamw, not sgd"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_with_the_nearest_choice(argv, message):
@@ -363,6 +365,55 @@ def test_a_run_that_changes_its_layout_goes_on_as_one_device_would(capfd, tmp_pa
     assert len(set(losses[0])) == 4
 
 
+# --- FP8 ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--fp8 tensor --tp 2 --dp 2",
+        "--fp8 delayed --pp 2 --schedule zb-h1 --dp 2 --zero 1",
+        "--fp8 mx --tp 2 --zero 3 --dp 2 --dtype bfloat16 --recompute full",
+        "--fp8 block --fp8-optimizer --zero 2 --dp 2 --ep 2 --model tiny-moe",
+        "--fp8 tensor --tp 2 --pp 2 --model tiny-moe --ep 2 --recompute full:2",
+    ],
+)
+def test_fp8_is_held_to_the_error_of_one_device(capfd, argv):
+    """And its bytes to the formulas, as always."""
+    args = combined.parse(argv.split())
+    world = math.prod(combined.layout(args).values())
+    argv = f"--batch 4 --seq 32 --steps 2 --check {argv}".split()
+    codes = dp.launch(train, world, argv, timeout=60)
+    out = capfd.readouterr().out
+    assert codes == [0] * world, out
+    compared = {words[0]: int(words[1]) for line in out.splitlines() if (words := line.split())
+                and words[0] in ("gradient", "weight", "norm", "loss")}  # fmt: skip
+    names, losses = (43, 4) if args.model == "tiny-moe" else (39, 2)
+    assert compared == {"gradient": 2 * names, "weight": names, "norm": 2, "loss": losses}
+    if args.fp8 == "delayed":
+        assert re.search(r"dp·cp·tp +all_reduce +1 +1 ", out)
+
+
+def test_an_fp8_run_goes_on_in_another_layout(capfd, tmp_path):
+    """Scales of delayed scaling are made of all ranks' past, which a checkpoint carries."""
+    losses = []
+    for name, pair in (("one", ["", ""]), ("many", ["--dp 2 --tp 2 --zero 2", "--cp 2 --pp 2"])):
+        for layout, resume in zip(pair, ("", "--resume")):
+            argv = f"{layout} --fp8 delayed --model untied --batch 4 --seq 16 --dtype float64"
+            argv += f" --steps 4 --ckpt {tmp_path / name} --save-every 2 {resume}"
+            argv += f" --csv {tmp_path / name}.csv"
+            args = combined.parse(argv.split())
+            world = math.prod(combined.layout(args).values())
+            assert dp.launch(train, world, argv.split(), timeout=60) == [0] * world
+            if not resume:
+                shutil.rmtree(tmp_path / name / "step-000004")
+        kinds = [t["kind"] for t in zero.read_index(tmp_path / name / "step-000002")["tensors"]]
+        assert kinds.count("amax") == 4 * 7 * 3
+        lines = (tmp_path / f"{name}.csv").read_text().splitlines()[1:]
+        losses.append([float(line.split(",")[1]) for line in lines])
+    assert len(losses[0]) == 4 and max(abs(a - b) for a, b in zip(*losses)) < 1e-10
+
+
 # --- The dry run ------------------------------------------------------------------------------------
 
 
@@ -371,6 +422,7 @@ def test_a_run_that_changes_its_layout_goes_on_as_one_device_would(capfd, tmp_pa
     [
         "--pp 2 --tp 2 --dp 2 --ep 4 --zero 3 --schedule zb-v --batch 8 --model moe --rank 5",
         "--pp 2 --cp 2 --zero 2 --schedule interleaved --batch 4 --model dense --rank 3",
+        "--tp 2 --dp 2 --fp8 delayed --fp8-optimizer --batch 4 --model moe --ep 2 --rank 1",
     ],
 )
 def test_a_dry_run_sends_what_the_formulas_say(argv):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import bench
+import bench_cost
 
 
 def test_the_interval_of_a_median_covers_it():
@@ -83,3 +84,34 @@ def test_both_sides_of_a_row_compute_the_same(name):
     (error, where), quantities = bench.measure(row, pairs=1)
     assert error <= row.tolerance, where
     assert all(ours > 0 and theirs > 0 for values in quantities.values() for ours, theirs in values)
+
+
+@pytest.mark.parametrize(
+    "name", [n if "07" in n else pytest.param(n, marks=pytest.mark.full) for n in bench_cost.GROWTH]
+)
+def test_growth_is_what_the_formulas_say(name, capsys):
+    values = bench_cost.GROWTH[name][0][1:3]
+    assert bench_cost.grow(name, values, steps=1) == []
+    head, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    calls, sizes = ([int(row[i].replace(",", "")) for row in rows] for i in (-2, -1))
+    assert len(rows) == 2 and calls[0] == calls[1] > 0  # nowhere does a size add calls
+    assert 0.5 < sizes[1] / sizes[0] < 4  # twice the width is four times the weights, at the most
+
+
+def test_a_wrong_formula_is_a_failure(monkeypatch):
+    right = bench_cost.combined.sent
+
+    def wrong(*args):
+        return {key: (calls, size + 1) for key, (calls, size) in right(*args).items()}
+
+    monkeypatch.setattr(bench_cost.combined, "sent", wrong)
+    flags = "--dp 2 --micro-batch 1 --batch 2 --seq 16"
+    took, calls, size, failures = bench_cost.run(bench_cost.with_width(64), flags, 2, steps=1)
+    assert took > 0 and calls > 0 and any("by formula" in failure for failure in failures)
+
+
+@pytest.mark.full
+def test_every_axis_sends_what_its_formulas_say(capsys):
+    assert bench_cost.axes(T=32) == []
+    rows = capsys.readouterr().out.splitlines()[3:]
+    assert [row.split("  ")[0] for row in rows] == list(bench_cost.AXES)

@@ -1,0 +1,1255 @@
+"""
+10 · Which layout, on which cluster, how fast
+
+Idea      Chapters 01 to 07 say, as functions, what each axis makes a rank hold, compute and send.
+          Add what the hardware does in a second, say what hides behind what, and every layout of a
+          model on a cluster has a price before anybody rents it. Then try them all.
+Picture   a layout ─┬─ bytes held (01, 03-07) ──────────────── fits in a GPU, or not
+                    ├─ FLOPs, thin matrices ── seconds ─┐
+                    ├─ launches by the host ── seconds ─┴ the slower ┬─ × micro-batches ─┐
+                    ├─ bytes sent over tp, cp, ep ── what is exposed ┘                   │
+                    ├─ stages, schedule ─────────── pipeline fill ───────────────────────┼─ step
+                    └─ gradients, weights, optimizer, once a step ───────────────────────┘
+Cost      of a collective: hops · latency + bytes a rank sends / rate of its slowest link (α–β). A
+          group that spans nodes leaves each through as many network cards as it has ranks there.
+          of a step: m · slowest stage + fill + what of dp is not hidden + optimizer
+Pays      always, before a run: it takes seconds. How far to believe it: tests/validate.py holds it
+          against two thousand published runs; fitted on the runs of one model it foretells those
+          of another with a median error of about 4 %, and its first choice was at worst 8 % slower
+          than the fastest that was measured.
+Forget    (nothing: this chapter trains no model.)
+Run       python 10_plan.py
+          python 10_plan.py --model llama3-70b --dp 8 --tp 8 --pp 4 --zero 1 --seq 8192
+          python 10_plan.py --model llama3-70b --gpus 512 --gpu h100 --seq 8192 --batch-tokens 4M
+          python 10_plan.py --calibrate mine.json     (then: --hardware mine.json)
+Read      Megatron-LM (2104.04473), Llama 3 (2407.21783) section 3.3, the Ultra-Scale Playbook,
+          hierarchical all-reduce (1807.11205), rooflines (Williams, Waterman, Patterson 2009)
+"""
+
+import argparse
+import difflib
+import json
+import math
+import re
+import sys
+import time
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache, partial
+from importlib import import_module
+from types import SimpleNamespace
+
+import torch
+
+memory = import_module("01_memory")
+dp = import_module("02_dp")
+tp = import_module("04_tp_sp")
+pp = import_module("05_pp_1f1b")
+ep = import_module("06_ep")
+cp = import_module("07_cp_ring")
+combined = import_module("09_combined_5d")
+
+MODELS = combined.MODELS
+BF16, E, WIDE = torch.bfloat16, 2, 4  # computed in; bytes of a number of it, and of one of fp32
+GiB = 2**30
+
+
+# --- 1. Hardware, as data -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)  # compared and hashed by identity: caches are keyed by it
+class Hardware:
+    """A GPU and its links. Rates are what one GPU sends, in one direction, in bytes/s."""
+
+    peak: float  # dense bf16 FLOP/s
+    fp8: float  # dense fp8 FLOP/s; 0: none
+    sustained: float  # share of the peak that large products reach, at the clock its power allows
+    memory: float  # bytes, as the driver reports them
+    hbm: float  # bytes/s to its own memory
+    node: int  # GPUs that share the fast link
+    inside: float  # NVLink, Infinity Fabric
+    cards: int  # network cards of a node
+    card: float  # bytes/s of one
+    price: float  # dollars for a GPU-hour, a round number of 2025
+    reached: float = 0.8  # share of a link's rate that a large collective reaches
+    hop: float = 12e-6  # seconds until the next node has a first byte; inside it HOP
+    curve: tuple = ()  # measured rates: ((nodes, all_reduce, all_gather, reduce_scatter), …)
+
+    @property
+    def across(self):
+        """A GPU's share of the node's cards."""
+        return self.cards * self.card / self.node
+
+
+# From the makers' data sheets; `sustained`, rounded, from public benchmarks of their libraries.
+HARDWARE = {
+    "a100": Hardware(312e12, 0, 0.87, 85.9e9, 2.04e12, 8, 300e9, 8, 25e9, 1.5),
+    "h100": Hardware(989.4e12, 1979e12, 0.70, 85.5e9, 3.35e12, 8, 450e9, 8, 50e9, 2.5),
+    "h200": Hardware(989.4e12, 1979e12, 0.70, 150.7e9, 4.8e12, 8, 450e9, 8, 50e9, 3.0),
+    "b200": Hardware(2250e12, 4500e12, 0.75, 192e9, 8e12, 8, 900e9, 8, 50e9, 5.0),
+    "gb200": Hardware(2450e12, 4900e12, 0.75, 199e9, 8e12, 72, 900e9, 72, 50e9, 6.0),
+    "mi300x": Hardware(1307e12, 2615e12, 0.50, 206e9, 5.3e12, 8, 448e9, 8, 50e9, 2.5),
+}
+# The playbook's cluster: H100s, 32 cards of 100 Gbit/s a node (AWS). What its collectives of 256 MB
+# reached, in 1e9 bytes/s, by the number of nodes that took part; the means of many runs. A hop is
+# what each of a block's 10 calls took longer with tp 16 than with tp 8, at small micro-batches.
+MEASURED = [
+    (1, 436.0, 249.8, 249.7), (2, 361.7, 184.6, 181.6), (4, 160.1, 119.0, 115.8),
+    (8, 99.6, 69.0, 68.6), (16, 84.7, 55.0, 54.5), (32, 64.9, 28.0, 27.9), (64, 32.9, 11.0, 11.1),
+]  # fmt: skip
+HARDWARE["h100-efa"] = replace(
+    HARDWARE["h100"],
+    cards=32,
+    card=12.5e9,
+    hop=3.4e-4,
+    curve=tuple((n, *(1e9 * rate for rate in rates)) for n, *rates in MEASURED),
+)
+COLUMN = {"all_reduce": 1, "all_gather": 2, "reduce_scatter": 3}
+HOP = 3e-6  # seconds until a neighbour in the node has a first byte
+
+
+def interpolate(table, x, column):
+    """Between the rows of a table that lie around x, on logarithmic axes; flat beyond its ends."""
+    x = min(max(x, table[0][0]), table[-1][0])
+    for low, high in zip(table, table[1:]):
+        if x <= high[0]:
+            t = math.log(x / low[0]) / math.log(high[0] / low[0])
+            return low[column] ** (1 - t) * high[column] ** t
+    return table[0][column]
+
+
+@lru_cache(None)
+def link(hw, n, stride, nodes, collective):
+    """(seconds before the last rank has a first byte, bytes/s) for a group of n ranks.
+
+    stride: how far apart in rank neighbours of the group are, so how many of them share a node.
+    """
+    together = max(1, min(n, hw.node // stride))  # of the group, in a node
+    spans = -(-n // together)  # nodes
+    hops = (together - 1) * HOP + (spans - 1) * hw.hop
+    rate = hw.inside * hw.reached
+    if spans > 1:  # in and out of a node through the cards of its ranks of the group
+        rate = min(rate, hw.across * together * hw.reached)
+    if hw.curve and collective in COLUMN:
+        # Neighbours meet at the first switch. Farther ones share the rest with the whole job.
+        reach = spans if stride == 1 else nodes if spans > 1 else 1
+        measured = interpolate(hw.curve, reach, COLUMN[collective])
+        rate = min(measured, hw.across * together) if spans > 1 else measured
+    return hops, rate
+
+
+def transfer(hw, calls, nbytes, n, stride, nodes, collective):
+    """Seconds in which every rank of a group sends so many bytes in so many calls."""
+    hops, rate = link(hw, n, stride, nodes, collective)
+    return calls * hops + float(nbytes) / rate
+
+
+# --- 2. The software, as data ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """What no data sheet says: how well the software uses the hardware."""
+
+    # Fitted to published runs by tests/validate.py, which prints them for each half of the data.
+    matmul: float  # share of the sustained rate that a large product of a run reaches
+    passes: float  # bytes that elementwise operations move, in units of what `touched` counts
+    host: float  # seconds in which the host launches a layer, forward and backward
+    tp_exposed: float  # share of tp's transfers behind which no product hides
+    step: float  # seconds a step, whatever its layout: clipping, logging, the next batch
+    spread: float = 0.0  # the slowest of the hosts is so much slower, for each node
+    crossing: float = 0.0  # seconds a layer and tp rank, once a pipeline spans nodes
+    unbucketed: float = 0.0  # seconds a dp rank, for ZeRO-0's gradients in a pipeline
+    # Not fitted.
+    fp8: bool = False  # products of the blocks in FP8
+    attention: float = 0.5  # the same for a fused attention kernel
+    behind: float = 0.25  # share of the backward pass behind which gradients travel
+    # Bytes beyond what 01 to 07 keep.
+    wide: float = 0.0  # for each token and unit of width of a block: copies of its norms in fp32
+    gathered: float = 0.0  # inputs of tp's column-parallel products that a block keeps whole
+    logit: float = 0.0  # for each logit: copies of the loss in fp32
+    gradient: float = 0.0  # for each parameter: bf16 gradients beside those in fp32
+    reserve: float = 5e9  # of the GPU's memory: context, buffers of NCCL, holes
+
+
+STACKS = {
+    # Plain PyTorch launched operation by operation. Fitted to the playbook's runs (nanotron).
+    "eager": Stack(
+        matmul=0.69, passes=0.68, host=4.45e-3, tp_exposed=0.48, step=0.06, spread=1.9e-3,
+        crossing=2.05e-3, unbucketed=5e-3, wide=12, gathered=2, logit=6, gradient=2,
+    ),
+    # Compiled or fused kernels, as in Megatron-LM or torchtitan. Fitted to published_perf.csv.
+    "fused": Stack(matmul=0.79, passes=0.67, host=1e-3, tp_exposed=0.48, step=0.02, behind=0.5,
+                   attention=0.36),
+}  # fmt: skip
+
+
+# --- 3. A layout ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model, and what 09 is told to do with it; the names are those of 09's flags."""
+
+    model: str
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    zero: int = 0
+    recompute: str = "none"
+    seq: int = 4096
+    micro_batch: int = 1
+    batch: int = 1  # global, in sequences
+    schedule: str = "1f1b"
+    chunks: int = 2  # if interleaved
+    cp_kind: str = "ring"
+    hybrid: int = 0
+    dtype: str = "bfloat16"
+
+    @property
+    def world(self):
+        return self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def m(self):
+        """Micro-batches a step."""
+        return combined.micro_batches(self)
+
+    @property
+    def v(self):
+        """Chunks of layers on each rank of the pipeline."""
+        if self.pp == 1:
+            return 1
+        return {"interleaved": self.chunks, "zb-v": 2}.get(self.schedule, 1)
+
+    def __str__(self):
+        axes = [f"{a}{getattr(self, a)}" for a in ("dp", "cp", "tp", "pp", "ep")]
+        parts = [a for a in axes if not a.endswith("1") or a[2:] != "1"] or ["dp1"]
+        parts += [f"z{self.zero}", f"{self.m}x{self.micro_batch}"]
+        parts += [self.recompute] * (self.recompute != "none")
+        return " ".join(parts + [self.schedule] * (self.pp > 1 and self.schedule != "1f1b"))
+
+
+def has_experts(c):
+    return isinstance(c, ep.Config)
+
+
+@lru_cache(None)
+def met_by_a_token(c):
+    """The dense model with as wide an FFN as a token's experts together."""
+    if not has_experts(c):
+        return c
+    dense = {f.name: getattr(c, f.name) for f in fields(memory.Config)}
+    return memory.Config(**dense | {"ffn": c.ffn * (c.top_k + c.shared)})
+
+
+def useful_flops(c, T):
+    return memory.flops_per_token(met_by_a_token(c), T)
+
+
+@lru_cache(None)
+def stages(c, p, v, T):
+    """[(layers, is it the first, is it the last)] for each rank of the pipeline."""
+    if p == 1:
+        return [(c.layers, True, True)]
+    head = pp.head_flops(c) / pp.block_flops(met_by_a_token(c), T)
+    full = min(p * v, c.layers + 1)  # others have run with stages that are empty; 09 does not
+    counts = pp.split(c.layers, full, head)
+    counts[-1:-1] = [0] * (p * v - full)
+    return [(sum(counts[rank::p]), rank == 0, rank == p - 1) for rank in range(p)]
+
+
+# --- 4. What a rank holds -------------------------------------------------------------------------
+
+
+@lru_cache(None)
+def parameters(c, tp_, ep_, layers, first, last):
+    """Numbers on a rank: (of experts, which edp shares, and of all else, which dp·cp shares)."""
+    K = max(c.kv_heads // tp_, 1)  # with fewer heads than ranks, several hold the same
+    block = 2 * c.dim * (c.heads // tp_ + K) * c.head_dim + 2 * c.dim
+    experts = 0
+    if has_experts(c):
+        block += c.dim * c.experts + 3 * c.dim * c.ffn * c.shared
+        experts = 3 * c.dim * c.ffn * c.experts // ep_
+    else:
+        block += 3 * c.dim * c.ffn // tp_
+    table = -(-c.vocab // tp_) * c.dim
+    ends = first * table + last * (c.dim + table * (not (c.tied and first)))
+    return layers * experts, layers * block + ends
+
+
+@lru_cache(None)
+def kinds(recompute, layers):
+    """[(none, selective or full; how many of so many layers)]"""
+    every = [memory.kind_of(recompute, layer) for layer in range(layers)]
+    return [(kind, every.count(kind)) for kind in dict.fromkeys(every)]
+
+
+@lru_cache(None)
+def block_kept(c, st, B, T, tp_, ep_, kind):
+    """Bytes a block keeps of a micro-batch (T: of this rank's part of the sequence)."""
+    if has_experts(c):  # under tp every rank routes its own part of the sequence
+        kept = ep.held(c, B, T // tp_, BF16, ep_, kind)
+    else:
+        kept = tp.held(replace(c, layers=1), B, T, BF16, tp_, kinds=[kind])["blocks"]
+    if kind == "full":
+        return kept
+    return kept + B * T * c.dim * (st.wide / tp_ + st.gathered * E * (1 - 1 / tp_))
+
+
+def held(hw, st, lay, rank=0):
+    """Bytes by kind on a rank of the pipeline at the fullest moment of a step."""
+    c, n = MODELS[lay.model], lay.dp * lay.cp
+    stage = layers, first, last = stages(c, lay.pp, lay.v, lay.seq)[rank]
+    sizes = parameters(c, lay.tp, lay.ep, *stage)
+    ranks = n * lay.tp // lay.ep, n  # over which ZeRO cuts them
+    cut = {s: sum(p / (r if lay.zero >= s else 1) for p, r in zip(sizes, ranks)) for s in (1, 2, 3)}
+    T = lay.seq // lay.cp
+    blocks = sum(
+        count * block_kept(c, st, lay.micro_batch, T, lay.tp, lay.ep, kind)
+        for kind, count in kinds(lay.recompute, layers)
+    )
+    flying = pp.in_flight(lay.schedule, lay.pp, lay.m, lay.v, rank) / lay.v
+    logits = lay.micro_batch * T * -(-c.vocab // lay.tp) * (2 * E + st.logit)  # with their gradient
+    one = max(parameters(c, lay.tp, lay.ep, 1, False, False)[1], 0)
+    return {
+        "parameters": cut[3] * E + (2 * one * E if lay.zero == 3 else 0),
+        "gradients": cut[2] * (WIDE + st.gradient) + (2 * one * WIDE if lay.zero > 1 else 0),
+        "master copy": cut[1] * WIDE,
+        "moments": cut[1] * 2 * WIDE,
+        "activations": flying * blocks,
+        "logits and loss": logits if last else 0,
+    }
+
+
+def peak(hw, st, lay):
+    """(bytes of the fullest rank of the pipeline, which one): the first or the last with 1F1B."""
+    ends = {0, lay.pp - 1} if lay.schedule in ("1f1b", "interleaved") else range(lay.pp)
+    return max((sum(held(hw, st, lay, rank).values()), rank) for rank in ends)
+
+
+def room(hw, st):
+    return hw.memory - st.reserve
+
+
+# --- 5. What a micro-batch takes ------------------------------------------------------------------
+
+
+def product(hw, st, n, k, m, weights=1, fp8=False):
+    """Seconds of (n, k) x (k, m): arithmetic, then the traffic that makes thin matrices slow."""
+    rate = (hw.fp8 if fp8 else hw.peak) * hw.sustained * st.matmul
+    return 2 * n * k * m / rate + E * (n * k + weights * k * m + n * m) / hw.hbm
+
+
+@lru_cache(None)
+def block_seconds(c, hw, st, B, T, cp_, tp_, ep_):
+    """Seconds of a block's forward pass on a GPU by kind of work; nothing else computed."""
+    n, H, K = B * T // cp_, c.heads // tp_, max(c.kv_heads // tp_, 1)
+    shapes = [(n, c.dim, (H + 2 * K) * c.head_dim), (n, H * c.head_dim, c.dim)]
+    if has_experts(c):
+        rows, own = n // tp_ * c.top_k, c.experts // ep_  # the load is taken to be even
+        shapes += [(rows, c.dim, 2 * c.ffn, own), (rows, c.ffn, c.dim, own)]
+        ffn = 2 * c.ffn * c.top_k / tp_
+    else:
+        shapes += [(n, c.dim, 2 * c.ffn // tp_), (n, c.ffn // tp_, c.dim)]
+        ffn = 2 * c.ffn / tp_
+    pairs = B * T * T / cp_ / 2  # causal, zigzag
+    # Numbers read or written for a token: two norms and two sums, the rotation, SwiGLU.
+    touched = 14 * c.dim / tp_ + 6 * (H + K) * c.head_dim + 1.5 * ffn
+    return {
+        "products": sum(product(hw, st, *shape, fp8=st.fp8) for shape in shapes),
+        "attention": 4 * pairs * H * c.head_dim / (hw.peak * hw.sustained * st.attention),
+        "elementwise": st.passes * E * n * touched / hw.hbm,
+    }
+
+
+@lru_cache(None)
+def head_seconds(c, hw, st, n, tp_):
+    """Forward and backward of head and loss."""
+    V = -(-c.vocab // tp_)
+    return 3 * product(hw, st, n, c.dim, V) + st.passes * 50 * n * V / hw.hbm
+
+
+@lru_cache(None)
+def tp_sent(c, B, T, tp_, kind):
+    """[(collective, calls, bytes)] of a block over tp; kind "ends": of embedding, head and loss."""
+    if kind == "ends":
+        costs = tp.sent(c, B, T, BF16, tp_, kinds=[])
+    else:
+        costs = tp.sent(c, B, T, BF16, tp_, kinds=[kind], first=False, last=False)
+    return [(collective, calls, float(size)) for collective, (calls, size) in costs.items()]
+
+
+BACKWARD = {"products": 2, "attention": 2.5, "elementwise": 2}  # times the forward pass
+
+
+def micro_batch(hw, st, lay, stage, nodes):
+    """Seconds of a micro-batch, forward and backward, on a rank of the pipeline, line by line."""
+    c, (layers, _, last) = MODELS[lay.model], stage
+    n, T = lay.micro_batch * lay.seq // lay.cp, lay.seq // lay.cp
+    full = dict(kinds(lay.recompute, layers)).get("full", 0)
+    block = block_seconds(c, hw, st, lay.micro_batch, lay.seq, lay.cp, lay.tp, lay.ep)
+    lines = {kind: layers * t * (1 + BACKWARD[kind]) for kind, t in block.items()}
+    lines["recomputed"] = full * sum(block.values())
+    lines["recomputed"] += (lay.recompute == "selective") * layers * block["elementwise"] / 2
+    lines["head and loss"] = last * head_seconds(c, hw, st, n, lay.tp)
+    send = partial(transfer, hw, nodes=nodes)
+    waits = 0.0  # until calls have reached all ranks: the host cannot launch what comes after them
+    if lay.tp > 1:
+        lines["tp"] = 0.0
+        for kind, count in (("none", layers - full), ("full", full), ("ends", last)):
+            for collective, calls, size in tp_sent(c, lay.micro_batch, T, lay.tp, kind):
+                hops, rate = link(hw, lay.tp, 1, nodes, collective)
+                lines["tp"] += st.tp_exposed * count * size / rate
+                waits += count * calls * hops
+    if lay.cp > 1:
+        heads = c.heads // lay.tp, max(c.kv_heads // lay.tp, 1), c.head_dim
+        sizes = cp.sent(lay.cp_kind, lay.micro_batch, lay.seq, *heads, lay.cp, BF16)
+        t = sum(send(*cost, lay.cp, lay.tp, collective=name) for name, cost in sizes.items())
+        hidden = 3.5 * block["attention"] if lay.cp_kind == "ring" else 0
+        lines["cp"] = layers * max(t - hidden, 0.1 * t)
+    if lay.ep > 1:
+        lines["ep"] = sum(
+            count * send(*ep.sent(c, n // lay.tp, BF16, lay.ep, kind), lay.ep, 1,
+                         collective="all_to_all")
+            for kind, count in (("none", layers - full), ("full", full))
+        )  # fmt: skip
+    lines |= sharded(hw, st, lay, stage, nodes, sum(lines.values()))
+    host = layers * st.host * (1 + full / max(layers, 1) / 3)
+    if lay.tp > 1 and lay.pp > 1 and nodes > 1:
+        host += layers * st.crossing * lay.tp
+    host = host * (1 + st.spread * nodes) + waits
+    lines["waiting for the host"] = max(0.0, host - sum(lines.values()))
+    return lines
+
+
+def sharded(hw, st, lay, stage, nodes, busy):
+    """What ZeRO-2 and 3 send for every micro-batch, beyond what `busy` seconds of work hide."""
+    n, lines = lay.dp * lay.cp, {}
+    total = sum(parameters(MODELS[lay.model], lay.tp, lay.ep, *stage)) * (n - 1) / n
+    if lay.zero >= 2 and lay.m > 1 and n > 1:
+        t = transfer(hw, stage[0], total * WIDE, n, lay.tp, nodes, "reduce_scatter")
+        lines["gradients, each time"] = max(t - st.behind * busy * 2 / 3, 0.1 * t)
+    if lay.zero == 3 and n > 1:
+        t = transfer(hw, 2 * stage[0], 2 * total * E, n, lay.tp, nodes, "all_gather")
+        lines["weights gathered"] = max(t - st.behind * busy, 0.1 * t)
+    return lines
+
+
+# --- 6. What a step takes -------------------------------------------------------------------------
+
+
+def once(hw, st, lay, stage, nodes, backward):
+    """What happens once a step: gradients summed, optimizer, weights spread."""
+    n, P = lay.dp * lay.cp, sum(parameters(MODELS[lay.model], lay.tp, lay.ep, *stage))
+    lines = {"optimizer": P / (n if lay.zero else 1) * (8 * WIDE + E) / hw.hbm}
+    if n == 1 or lay.zero == 3:
+        return lines
+    part, send = P * (n - 1) / n, partial(transfer, hw, 1, n=n, stride=lay.tp, nodes=nodes)
+    if lay.zero == 0:
+        t = send(2 * part * WIDE, collective="all_reduce")
+    else:
+        t = send(part * WIDE, collective="reduce_scatter")
+        lines["weights spread"] = send(part * E, collective="all_gather")
+    if lay.zero == 0 and lay.pp > 1 and st.unbucketed:
+        lines["gradients"] = t + st.unbucketed * (n - 1)
+    elif lay.zero < 2 or lay.m == 1:
+        lines["gradients"] = max(t - st.behind * backward, 0.2 * t)
+    return lines
+
+
+@lru_cache(None)
+def bubble(schedule, p, m, v):
+    return float(pp.bubble(schedule, p, m, v))
+
+
+@dataclass
+class Estimate:
+    layout: Layout
+    lines: dict  # seconds of a step by what they are spent on
+    peak: float  # bytes of the fullest rank
+    rank: int  # of the pipeline, that rank
+    fits: bool
+
+    @property
+    def seconds(self):
+        return sum(self.lines.values())
+
+    @property
+    def speed(self):
+        """Tokens a second and GPU."""
+        return self.layout.batch * self.layout.seq / self.layout.world / self.seconds
+
+    def mfu(self, hw):
+        return useful_flops(MODELS[self.layout.model], self.layout.seq) * self.speed / hw.peak
+
+
+def estimate(hw, st, lay):
+    """Where time and bytes of a step of this layout go."""
+    c, nodes = MODELS[lay.model], -(-lay.world // hw.node)
+    parts = stages(c, lay.pp, lay.v, lay.seq)
+    micro = {stage: micro_batch(hw, st, lay, stage, nodes) for stage in set(parts)}
+    total = {stage: sum(lines.values()) for stage, lines in micro.items()}
+    slowest = max(total, key=total.get)
+    lines = {name: lay.m * t for name, t in micro[slowest].items()}
+    if lay.pp > 1:
+        # 05's bubble is for equal stages. The slowest one waits for the others' first micro-batch.
+        others = (sum(total[stage] for stage in parts) - total[slowest]) / (lay.pp - 1)
+        lines["pipeline fill"] = others * lay.m * bubble(lay.schedule, lay.pp, lay.m, lay.v)
+        hidden = lay.micro_batch * lay.seq // lay.cp // lay.tp * c.dim * E
+        hop = transfer(hw, 1, hidden, 2, lay.dp * lay.cp * lay.tp, nodes, "send")
+        lines["pipeline transfers"] = 2 * hop * (lay.pp - 1)
+    last = max(
+        (once(hw, st, lay, stage, nodes, total[stage] * 2 / 3) for stage in set(parts)),
+        key=lambda lines: sum(lines.values()),
+    )
+    most, rank = peak(hw, st, lay)
+    return Estimate(lay, lines | last | {"other": st.step}, most, rank, most <= room(hw, st))
+
+
+# --- 7. The search --------------------------------------------------------------------------------
+
+
+def divisors(n):
+    return [k for k in range(1, n + 1) if n % k == 0]
+
+
+def degrees(c, hw, gpus, batch, seq, fixed):
+    """(dp, cp, tp, pp, ep) that the model, the cluster and the batch allow."""
+
+    def allowed(axis, values):
+        return [n for n in values if fixed.get(axis, n) == n]
+
+    for t in allowed("tp", [n for n in divisors(min(gpus, 2 * hw.node)) if gpus % n == 0]):
+        if tp.misfits(c, t):
+            continue
+        for p in allowed("pp", divisors(gpus // t)):
+            if p > c.layers + 1:
+                break
+            for k in allowed("cp", [n for n in divisors(gpus // t // p) if seq % (2 * n * t) == 0]):
+                if k > 1 and (k & (k - 1) or seq // k < 4096 and "cp" not in fixed):
+                    continue  # shorter parts than that are slow, and never needed for memory
+                d = gpus // t // p // k
+                if batch % d or fixed.get("dp", d) != d:
+                    continue
+                experts = divisors(c.experts) if has_experts(c) else [1]
+                for e in allowed("ep", [n for n in experts if d * k * t % n == 0]):
+                    yield d, k, t, p, e
+
+
+def search(hw, st, model, gpus, batch, seq, fixed=None):
+    """(estimates of the layouts that fit, the fastest first; how many were looked at)
+
+    fixed: {name of a field of Layout: the only value to try}.
+    """
+    c, found, seen, fixed = MODELS[model], [], 0, fixed or {}
+    for d, k, t, p, e in degrees(c, hw, gpus, batch, seq, fixed):
+        mine = batch // d
+        for z in (0, 1, 2, 3) if d * k > 1 else (0,):
+            for size in [n for n in (1, 2, 4, 8, 16) if mine % n == 0]:
+                for schedule in ("1f1b", "interleaved") if p > 1 else ("1f1b",):
+                    if schedule == "interleaved" and (mine // size % p or 2 * p > c.layers + 1):
+                        continue
+                    for recompute in ("none", "selective", "full"):  # each slower than the last
+                        lay = Layout(model, d, k, t, p, e, z, recompute, seq, size, batch, schedule)
+                        if any(getattr(lay, name) != value for name, value in fixed.items()):
+                            continue
+                        seen += 1
+                        if peak(hw, st, lay)[0] <= room(hw, st):
+                            found.append(estimate(hw, st, lay))
+                            break
+    return sorted(found, key=lambda e: -e.speed), seen
+
+
+# --- 8. To the byte: what 09's dry run of a rank finds --------------------------------------------
+
+
+@lru_cache(None)
+def block_shapes(c):
+    """{name: whole shape} of the parameters of a block, in the order in which modules have them."""
+    with torch.device("meta"):
+        block = memory.Block(replace(c, ffn=0) if has_experts(c) else c)
+        if has_experts(c):
+            block.mlp = ep.MoE(c)
+    return {name: tuple(p.shape) for name, p in block.named_parameters()}
+
+
+def elements(c, lay, name, shape):
+    """Numbers of a parameter on a rank: tp cuts one dimension of it (04), ep the experts (06)."""
+    dim, total = tp.cut_dimension(name), math.prod(shape)
+    if dim is not None:
+        total = total // shape[dim] * -(-shape[dim] // tp.parts(name, lay.tp, c.kv_heads))
+    return total // (lay.ep if ep.is_expert(name) else 1)
+
+
+def group_sizes(lay):
+    """Ranks of each of 09's groups."""
+    n, everyone = lay.dp * lay.cp, lay.dp * lay.cp * lay.tp
+    axes = {axis: getattr(lay, axis) for axis in ("dp", "cp", "tp", "pp", "ep")}
+    more = {"dp·cp": n, "tokens": n, "cp·tp": lay.cp * lay.tp, "dp·cp·tp": everyone}
+    more |= {"edp": everyone // lay.ep, "control": lay.world}
+    more |= {"sharing": combined.sharing_ranks(lay), "ends": combined.table_copies(lay)}
+    return axes | more
+
+
+def flats(lay, place):
+    """The flat buffers of 03 on a rank of the pipeline, as in 09's optimizer but without tensors.
+
+    .flats and .units hold objects with .range {name: (start, stop)}, .used, .length; .stages slices
+    the units of each pipeline stage.
+    """
+    c, sizes = MODELS[lay.model], group_sizes(lay)
+    counts, home = combined.layers_by_stage(lay), {}
+    units, bounds, last = [], [0], len(counts) - 1
+    table, block = (c.vocab, c.dim), block_shapes(c)
+    for stage in combined.my_stages(lay, place):
+        first = sum(counts[:stage])
+        names = [{"embed_tokens.weight": table}] if stage == 0 else []
+        for i in range(first, first + counts[stage]):
+            names.append({f"layers.{i}.{name}": shape for name, shape in block.items()})
+        if stage == last:
+            head = "embed_tokens.weight" if c.tied else "lm_head.weight"
+            names.append({"norm.weight": (c.dim,), head: table})
+        for unit in names:
+            places, rows = combined.placement(lay, unit), {}
+            for name in unit:
+                if name not in home:
+                    rows.setdefault(places[name], []).append(name)
+            for (cut, _), row in rows.items():
+                flat, at = SimpleNamespace(range={}, n=sizes.get(cut, 1), cut=cut), 0
+                for name in row:
+                    size = elements(c, lay, name, unit[name])
+                    flat.range[name] = at, at + size
+                    home[name], at = flat, at + size
+                flat.used, flat.length = at, -(-at // flat.n) * flat.n
+            found = {id(home[name]): home[name] for name in unit}
+            units.append(list(found.values()))
+        bounds.append(len(units))
+    distinct = {id(flat): flat for flat in home.values()}
+    stages = [slice(a, b) for a, b in zip(bounds, bounds[1:])]
+    return SimpleNamespace(flats=list(distinct.values()), units=units, stages=stages)
+
+
+def states(lay, rank):
+    """Bytes by kind that a global rank holds between two steps (03)."""
+    place, inside = divmod(rank, lay.dp * lay.cp * lay.tp)
+    e = combined.DTYPES[lay.dtype].itemsize
+    wide = memory.at_least_fp32(combined.DTYPES[lay.dtype]).itemsize
+    total = dict.fromkeys(("parameters", "gradients", "master copy", "moments"), 0)
+    for flat in flats(lay, place).flats:
+        part = flat.length // flat.n
+        index = {"dp·cp": inside // lay.tp, "edp": inside // lay.ep}.get(flat.cut, 0)
+        mine = min(max(flat.used - index * part, 0), part)  # without the padding at the end
+        total["parameters"] += e * (part if lay.zero == 3 else flat.length)
+        total["gradients"] += wide * (part if lay.zero >= 2 else flat.length)
+        total["master copy"] += wide * part if e < wide else 0
+        total["moments"] += 2 * wide * mine
+    return total
+
+
+def activations(lay, place):
+    """Bytes of a micro-batch between forward and backward: {pipeline stage of this rank: bytes}"""
+    c, dtype = MODELS[lay.model], combined.DTYPES[lay.dtype]
+    e, wide = dtype.itemsize, memory.at_least_fp32(dtype).itemsize
+    B, T, last = lay.micro_batch, lay.seq // lay.cp, lay.pp * lay.v - 1
+    result = {}
+    for stage, row in combined.stage_kinds(lay, place).items():
+        one = tp.held(replace(met_by_a_token(c), layers=1), B, T, dtype, lay.tp, kinds=["none"])
+        kept = one["rope angles"] if row else 0
+        kept += sum(block_bytes(lay, kind) for kind in row)
+        if stage == 0 and lay.tp > 1:
+            kept += one["embedding"]
+        if stage == last:
+            kept += one["final norm"] + one["logits"] + one["loss"]
+        else:
+            kept += e  # what stands for its output in autograd's graph
+        result[stage] = kept
+    return result
+
+
+def block_bytes(lay, kind):
+    """What a block keeps of a micro-batch on a rank, whatever cuts it: 01, 04, 06, 07 together."""
+    c, dtype, B = MODELS[lay.model], combined.DTYPES[lay.dtype], lay.micro_batch
+    T, e = lay.seq // lay.cp, dtype.itemsize
+    H, K = c.heads // lay.tp, max(c.kv_heads // lay.tp, 1)
+    more = 0
+    if lay.cp > 1 and kind != "full":
+        kept, _ = cp.held(lay.cp_kind, B, lay.seq, H, K, c.head_dim, lay.cp, dtype)
+        ring, _ = cp.held("ring", B, lay.seq, H, K, c.head_dim, lay.cp, dtype)
+        more = kept - ring
+    if not has_experts(c):
+        return tp.held(replace(c, layers=1), B, T, dtype, lay.tp, kinds=[kind])["blocks"] + more
+    n = B * T // lay.tp
+    load = combined.even_load(lay)
+    own = load[: c.experts // lay.ep]
+    if kind != "full":  # a kv head that several ranks hold, they all keep
+        more += 2 * (K - c.kv_heads / lay.tp) * c.head_dim * B * T * e
+    return ep.held(c, B, T // lay.tp, dtype, lay.ep, kind, rows=sum(own) * lay.ep) + int(more)
+
+
+def kept_at_most(lay, rank):
+    """Bytes a global rank keeps for backward, after the forward pass when these are most (05)."""
+    c, place = MODELS[lay.model], rank // (lay.dp * lay.cp * lay.tp)
+    kept, wide = activations(lay, place), memory.at_least_fp32(combined.DTYPES[lay.dtype]).itemsize
+    layers = sum(map(len, combined.stage_kinds(lay, place).values()))
+    flying = most = summed = 0
+    for action in combined.actions(lay)[place]:
+        if action.kind == "F":
+            flying += kept[action.stage]
+            most = max(most, flying + summed)
+        else:
+            flying -= kept[action.stage]
+            summed = wide * layers if has_experts(c) else 0  # the auxiliary losses up to now
+    return most + 8 + wide  # the valid tokens of the batch, the loss up to now
+
+
+def temporaries(lay, rank):
+    """{instant: bytes beyond states and activations} for the instants that can be the fullest.
+
+    Not counted: the weights that ZeRO-3 has gathered; they come and go behind the meter's back.
+    """
+    c, dtype, place = MODELS[lay.model], combined.DTYPES[lay.dtype], rank // (lay.world // lay.pp)
+    e, wide, n = dtype.itemsize, memory.at_least_fp32(dtype).itemsize, lay.micro_batch * lay.seq // lay.cp
+    hidden, made = n * c.dim * e, e + wide * (e < wide)  # a weight gradient, then accumulated in fp32
+    entered = 2 * hidden if lay.tp > 1 else 0  # x gathered again, and its gradient before the sum
+    always = pp.Pipeline.IN_THE_AIR * hidden // lay.tp if lay.pp > 1 else 0
+    if lay.zero >= 2:
+        sizes = [flat.length for flat in flats(lay, place).flats] + [0]
+        always += wide * max(a + b for a, b in zip(sizes, sizes[1:]))  # travelling, and being made
+    at, kinds_ = {}, combined.stage_kinds(lay, place)
+    if has_experts(c):
+        rows, own = sum(combined.even_load(lay)[: c.experts // lay.ep]) * lay.ep, c.experts // lay.ep
+        part, weight = rows * c.ffn * e, own * c.dim * c.ffn
+    else:
+        part, weight = n * c.ffn // lay.tp * e, c.dim * c.ffn // lay.tp
+    for kind in set(sum(kinds_.values(), [])):
+        again = block_bytes(lay, "none") - block_bytes(lay, "full") if kind == "full" else 0
+        done = 0 if kind == "selective" else part  # silu(gate) · up is used, or was never there
+        at[f"ffn, recomputing {kind}"] = (
+            again + 2 * part - done + weight * made + entered + hidden // lay.tp + always
+        )
+    if lay.pp * lay.v - 1 in kinds_:
+        V = -(-c.vocab // lay.tp)
+        logits, few = n * V * e, min(n, memory.CrossEntropyFunction.ROWS)
+        at["loss"] = logits + few * V * wide + always
+        at["head"] = V * c.dim * made + max(entered, hidden) - logits + always
+    return at
+
+
+def fullest(lay, rank):
+    """The most bytes that live at once on a global rank, about; and when that is."""
+    at = temporaries(lay, rank)
+    instant = max(at, key=at.get)
+    return sum(states(lay, rank).values()) + kept_at_most(lay, rank) + at[instant], instant
+
+
+def executed(lay, rank):
+    """(FLOPs in matmuls, in attention) of a step of a global rank."""
+    c, place = MODELS[lay.model], rank // (lay.dp * lay.cp * lay.tp)
+    n, last = lay.micro_batch * lay.seq // lay.cp, lay.pp * lay.v - 1
+    H, K = c.heads // lay.tp, max(c.kv_heads // lay.tp, 1)
+    weights = 2 * n * c.dim * (H + K) * c.head_dim
+    if has_experts(c):
+        own = combined.even_load(lay)[: c.experts // lay.ep]
+        weights += n // lay.tp * c.dim * (c.experts + 3 * c.ffn * c.shared)
+        weights += sum(own) * lay.ep * 3 * c.dim * c.ffn
+    else:
+        weights += n * 3 * c.dim * c.ffn // lay.tp
+    product = lay.micro_batch * H * c.head_dim * lay.seq * lay.seq // lay.cp  # causal: half of 2
+    matmuls = attention = 0
+    for stage, row in combined.stage_kinds(lay, place).items():
+        again = row.count("full")
+        matmuls += 2 * (3 * len(row) + again) * weights
+        attention += product * (7 * len(row) + 2 * again)
+        if stage == last:
+            matmuls += 6 * n * -(-c.vocab // lay.tp) * c.dim
+    return lay.m * matmuls, lay.m * attention
+
+
+def sent(lay, rank):
+    """Calls and bytes that a global rank sends in a step: {(group, collective): (calls, bytes)}"""
+    c, place, sizes = MODELS[lay.model], rank // (lay.dp * lay.cp * lay.tp), group_sizes(lay)
+    costs = combined.weights_sent(lay, flats(lay, place), sizes, place)
+    for key, (calls, size) in combined.activations_sent(lay, place).items():
+        costs[key] = combined.add(costs.get(key), (lay.m * calls, lay.m * size))
+    if has_experts(c):
+        load, size = combined.even_load(lay), c.experts // lay.ep
+        me = rank % (lay.dp * lay.cp * lay.tp) % lay.ep
+        own = sum(load[me * size : (me + 1) * size])
+        kinds_ = sum(combined.stage_kinds(lay, place).values(), [])
+        cost, dtype = (0, 0), combined.DTYPES[lay.dtype]
+        for kind in kinds_:
+            rows = ep.sent(c, 0, dtype, lay.ep, kind, sum(load) - own, (lay.ep - 1) * own)
+            for calls, size in (rows, ep.sent_counts(c, lay.ep, kind)):
+                cost = combined.add(cost, (lay.m * calls, lay.m * size))
+        costs["ep", "all_to_all"] = cost
+        if kinds_:
+            loads = dp.sent([8 * len(kinds_) * c.experts], sizes["dp·cp·tp"])
+            costs["dp·cp·tp", "all_reduce"] = loads
+    if lay.pp > 1:
+        hidden = lay.micro_batch * lay.seq // lay.cp // lay.tp * c.dim
+        shape = lay.pp, lay.m, lay.v, place, hidden * combined.DTYPES[lay.dtype].itemsize
+        costs["pp", "send"] = pp.sent(lay.schedule, *shape)
+    costs["tokens", "all_reduce"] = dp.sent([8], sizes["tokens"])
+    costs["control", "all_reduce"] = dp.sent([24], sizes["control"])
+    return {key: cost for key, cost in costs.items() if cost[1]}
+
+
+# --- 9. Advice beside the ranking -----------------------------------------------------------------
+
+N = memory.parameter_count
+
+
+def alone(lay):
+    return sum(n > 1 for n in (lay.dp * lay.cp, lay.tp, lay.pp)) <= 1
+
+
+# (who says so, what, when it applies, does a layout obey?). The playbook's decision tree, then the
+# five steps that are often quoted from it.
+RULES = [
+    ("playbook", "under 10B parameters: one technique alone", lambda c, hw, g: N(c) < 10e9,
+     lambda hw, lay: alone(lay)),
+    ("playbook", "10B to 100B: tp 8 with pp, or ZeRO-3 with or without it",
+     lambda c, hw, g: 10e9 <= N(c) <= 100e9,
+     lambda hw, lay: lay.tp == 8 and (lay.pp > 1 or lay.zero == 3) or alone(lay) and lay.zero == 3),
+    ("playbook", "512 GPUs: dp not alone", lambda c, hw, g: g >= 512,
+     lambda hw, lay: lay.tp * lay.pp > 1),
+    ("playbook", "1,024 GPUs: tp 8, pp and ZeRO-2", lambda c, hw, g: g >= 1024,
+     lambda hw, lay: lay.tp == 8 and lay.pp > 1 and lay.zero == 2),
+    ("playbook", "experts: ep", lambda c, hw, g: has_experts(c), lambda hw, lay: lay.ep > 1),
+    ("playbook", "tp first, as far as the node goes", lambda c, hw, g: g >= hw.node,
+     lambda hw, lay: lay.tp == min(hw.node, 8)),
+    ("playbook", "tp never leaves the node", lambda c, hw, g: True,
+     lambda hw, lay: lay.tp <= hw.node),
+    ("often said", "a model beyond one node: pp",
+     lambda c, hw, g: 18 * N(c) > hw.node * hw.memory, lambda hw, lay: lay.pp > 1),
+    ("often said", "short of memory: recompute, and sequence parallelism",
+     lambda c, hw, g: True, lambda hw, lay: lay.recompute != "none" and lay.tp > 1),
+    ("often said", "memory to spare: larger micro-batches, more dp", lambda c, hw, g: True,
+     lambda hw, lay: lay.micro_batch > 1 and lay.tp * lay.pp * lay.cp == 1),
+    ("often said", "the GPU idles: accumulate gradients", lambda c, hw, g: True,
+     lambda hw, lay: lay.m > 1),
+]  # fmt: skip
+NAMED = {  # layouts that are often named for a model
+    "llama3-70b": ("TP 8 x PP 4", dict(tp=8, pp=4, cp=1)),
+    "smollm-1.7b": ("TP 2", dict(tp=2, pp=1, cp=1)),
+}
+
+
+def advice(hw, model, gpus, found):
+    """[(who, rule, the best layout that obeys or None, by how much it is slower)]"""
+    result = []
+    for who, rule, applies, obeys in RULES:
+        if applies(MODELS[model], hw, gpus):
+            best = next((e for e in found if obeys(hw, e.layout)), None)
+            result.append((who, rule, best, best and found[0].speed / best.speed - 1))
+    return result
+
+
+def pitfalls(hw, st, found):
+    """[(mistake, what it costs)], beside the best layout found."""
+    best, lay = found[0], found[0].layout
+    rows = []
+
+    def slower(name, other):
+        cost = other and f"{best.speed / other.speed - 1:+.1%} time"
+        rows.append((name, cost or "nothing of the kind fits"))
+
+    def first(chosen):
+        return next((e for e in found if chosen(e.layout)), None)
+
+    slower("tp over two nodes", first(lambda x: x.tp > hw.node))
+    slower("fewer micro-batches than stages", first(lambda x: x.pp > x.m))
+    exposed = replace(st, behind=0.0)
+    slower("gradients and gathers not behind other work", estimate(hw, exposed, lay))
+    slower("every layer recomputed", estimate(hw, st, replace(lay, recompute="full")))
+    small = estimate(hw, st, replace(lay, micro_batch=1))
+    slower("micro-batch of 1" + " (as it is)" * (lay.micro_batch == 1), small)
+    large = replace(lay, micro_batch=2 * lay.micro_batch, batch=2 * lay.batch)
+    most = peak(hw, st, large)[0]
+    size = f"{most / 1e9:.0f} GB" + " does not fit" * (most > room(hw, st))
+    rows.append((f"micro-batch of {large.micro_batch}", size))
+    kinds_ = held(hw, st, lay, best.rank)
+    exact = (kinds_["master copy"] + kinds_["moments"]) / 1e9  # 12 bytes a parameter
+    rows.append(("optimizer all in fp32", f"{exact:.1f} GB, {exact / 2:.1f} if moments are bf16"))
+    return rows
+
+
+# --- 10. What a reader sees -----------------------------------------------------------------------
+
+CUT_BY = {
+    "parameters": "tp, pp, ep; dp·cp with ZeRO-3",
+    "gradients": "tp, pp, ep; dp·cp from ZeRO-2 on",
+    "master copy": "tp, pp, ep; dp·cp from ZeRO-1 on",
+    "moments": "tp, pp, ep; dp·cp from ZeRO-1 on",
+    "activations": "tp, cp; not by pp, which keeps several micro-batches",
+    "logits and loss": "tp, cp; on the last stage alone",
+}
+WHY = {
+    "products": "FLOPs / the rate that products reach, and traffic",
+    "attention": "its FLOPs / the rate of its kernel",
+    "elementwise": "bytes / memory bandwidth",
+    "recomputed": "forward passes again",
+    "head and loss": "on the slowest rank of the pipeline",
+    "tp": "what no product hides",
+    "cp": "what attention does not hide",
+    "ep": "nothing hides it",
+    "waiting for the host": "launches take longer than the work",
+    "gradients, each time": "ZeRO-2 and 3 sum them every micro-batch",
+    "weights gathered": "ZeRO-3, twice a micro-batch; what is not hidden",
+    "pipeline fill": "idle until all stages have work, and after",
+    "pipeline transfers": "until the last stage has its first",
+    "gradients": "once a step; what the last backward does not hide",
+    "weights spread": "after the step, from those who own them",
+    "optimizer": "bytes / memory bandwidth",
+    "other": "clipping, logging, the next batch",
+}
+
+
+def show_layout(hw, st, lay, gpu):
+    """All lines of the estimate of one layout."""
+    e, c = estimate(hw, st, lay), MODELS[lay.model]
+    print(f"10 plan   {lay.model}   {lay.world:,} x {gpu}   {lay}")
+    print(f"batch {lay.batch:,} x {lay.seq:,} = {lay.batch * lay.seq / 2**20:.3g}M tokens\n")
+    rows = [[k, f"{t:.3f}", f"{t / e.seconds:.1%}", WHY[k]] for k, t in e.lines.items() if t > 5e-4]
+    dp.table(["a step, slowest rank", "seconds", "", ""], rows)
+    print(f"{'sum':22}{e.seconds:.3f}   {e.speed:,.0f} tokens/s/GPU   MFU {e.mfu(hw):.1%}\n")
+    kinds_ = held(hw, st, lay, e.rank)
+    lines = [[kind, f"{size / 1e9:.2f}", CUT_BY[kind]] for kind, size in kinds_.items()]
+    dp.table([f"memory, pipeline rank {e.rank}", "GB", "cut by"], lines)
+    fits = "fits" if e.fits else "does NOT fit"
+    print(f"sum {e.peak / 1e9:.1f} of {room(hw, st) / 1e9:.1f} GB: {fits}\n")
+    rank = e.rank * lay.dp * lay.cp * lay.tp
+    moved = {key: cost for key, cost in sent(lay, rank).items() if cost[1] > 1e5}
+    sizes = group_sizes(lay)
+    dp.table(["sent in a step", "by", "ranks", "calls", "GB"],
+             [[*key, sizes[key[0]], int(calls), f"{float(size) / 1e9:.2f}"]
+              for key, (calls, size) in moved.items()])  # fmt: skip
+    return e
+
+
+def row_of(hw, e, name=""):
+    cells = f"{e.speed:,.0f}", f"{e.mfu(hw):.1%}", f"{e.peak / 1e9:.0f}", f"{e.seconds:.2f}"
+    return [name, str(e.layout), *cells]
+
+
+HEAD = ["", "layout", "tokens/s/GPU", "MFU", "GB", "step, s"]
+
+
+def whole_run(model, e, tokens, price):
+    tokens = tokens or 20 * N(met_by_a_token(MODELS[model]))
+    hours = tokens / e.speed / 3600
+    days = hours / e.layout.world / 24
+    return (f"{tokens:.3g} tokens: {days:,.1f} days, {hours:,.0f} GPU-hours,"
+            f" ${hours * price:,.0f} at ${price} an hour")  # fmt: skip
+
+
+def show_search(hw, st, args, gpus, batch):
+    """The ranking for one cluster; -> the estimates"""
+    begin = time.perf_counter()
+    found, seen = search(hw, st, args.model, gpus, batch, args.seq, args.fixed)
+    took = time.perf_counter() - begin
+    print(f"10 plan   {args.model}   {gpus:,} x {args.gpu}   batch {batch:,} x {args.seq:,} ="
+          f" {batch * args.seq / 2**20:.3g}M tokens\n{seen:,} layouts, {len(found):,} fit in"
+          f" {room(hw, st) / 1e9:.1f} GB, {took:.1f} s; stack {args.stack}\n")  # fmt: skip
+    if not found:
+        return found
+    rows = [row_of(hw, e, str(i)) for i, e in enumerate(found[: args.top], 1)]
+    if args.model in NAMED:
+        title, degrees_ = NAMED[args.model]
+        fit = (e for e in found if all(getattr(e.layout, a) == n for a, n in degrees_.items()))
+        if e := next(fit, None):
+            rows.append(row_of(hw, e, f"{found.index(e) + 1} {title}"))
+    dp.table(HEAD, rows)
+    print()
+    table = []
+    for who, rule, best, cost in advice(hw, args.model, gpus, found):
+        said = best and ("agrees" if cost < 0.02 else f"+{cost:.0%} time")
+        table.append([who, rule, said or "fits nowhere"])
+    dp.table(["rule of", "", "ranking"], table)
+    print()
+    dp.table(["a mistake", "beside the best"], [list(row) for row in pitfalls(hw, st, found)])
+    print("\n" + whole_run(args.model, found[0], args.tokens, args.price or hw.price))
+    return found
+
+
+def show_sweep(hw, st, args, low, high):
+    """The best layout for every power of two of GPUs."""
+    print(f"10 plan   {args.model}   {low:,} to {high:,} x {args.gpu}   stack {args.stack}\n")
+    rows, gpus = [], low
+    while gpus <= high:
+        batch = max(args.batch or round(args.batch_tokens / args.seq), gpus // 16)
+        found, _ = search(hw, st, args.model, gpus, batch, args.seq, args.fixed)
+        empty = [f"{gpus:,}", "none fits", *4 * "-"]
+        rows.append(row_of(hw, found[0], f"{gpus:,}") if found else empty)
+        gpus *= 2
+    dp.table(["GPUs", *HEAD[1:]], rows)
+    return rows
+
+
+# --- 11. Calibration ------------------------------------------------------------------------------
+
+
+def seconds_of(work, device, rounds=5):
+    """The best of several, after one to warm up."""
+
+    def now():
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    work()
+    times = []
+    for _ in range(rounds):
+        begin = now()
+        work()
+        times.append(now() - begin)
+    return min(times)
+
+
+def all_reduce_rate(megabytes):
+    """A rank's part in measuring the link: bytes a second that a rank sends."""
+    device = dp.device()
+    x = torch.zeros(megabytes * 2**18, device=device)
+    seconds = seconds_of(lambda: torch.distributed.all_reduce(x), device)
+    _, size = dp.sent([x.numel() * 4], torch.distributed.get_world_size())
+    return float(size) / seconds
+
+
+def calibrate(path, ranks):
+    """Measure this machine and write it as an entry of HARDWARE."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device).lower() if cuda else "cpu"
+    known = HARDWARE.get(next((k for k in HARDWARE if k in name.replace(" ", "")), None))
+    n, dtype = (8192, BF16) if cuda else (768, torch.float32)
+    x = torch.randn(n, n, device=device, dtype=dtype)
+    rate = 2 * n**3 / seconds_of(lambda: x @ x, device)
+    big = torch.zeros(2**28 if cuda else 2**24, device=device, dtype=torch.uint8)
+    hbm = 2 * len(big) / seconds_of(big.clone, device)
+    entry = known or Hardware(rate, 0, 1.0, 8e9, hbm, ranks, 1e9, 1, 1e9, 0.0)
+    entry = replace(entry, sustained=rate / entry.peak, hbm=hbm)
+    if cuda:
+        entry = replace(entry, memory=float(torch.cuda.get_device_properties(device).total_memory))
+        ranks = torch.cuda.device_count()
+    if ranks > 1:
+        inside = min(dp.launch(all_reduce_rate, ranks, 64 if cuda else 4))
+        entry = replace(entry, node=ranks, inside=inside / entry.reached)
+    c = replace(memory.PRESETS["tiny"], layers=8)
+    model = memory.build(c, dtype=dtype, device=device)
+    tokens = torch.zeros(1, 8, dtype=torch.int64, device=device)
+
+    def step():
+        model.loss(model(tokens), tokens).backward()
+
+    host = seconds_of(step, device) / c.layers  # so little work that launching is all there is
+    link_ = f"{entry.inside * entry.reached / 1e9:.3g} GB/s, {ranks} ranks"
+    with open(path, "w") as file:
+        json.dump({"hardware": asdict(entry), "stack": {"host": host}}, file, indent=1)
+    print(f"10 calibrate   {name}   torch {torch.__version__}\n")
+    dp.table(["measured", ""], [
+        [f"products of {n} x {n}, {str(dtype)[6:]}", f"{rate / 1e12:.3g} TFLOP/s"],
+        ["share of the peak", f"{entry.sustained:.1%}" if known else "peak not known: taken as it"],
+        ["own memory", f"{hbm / 1e9:.3g} GB/s"],
+        ["link", link_ if ranks > 1 else "not measured: one GPU"],
+        ["host", f"{host * 1e3:.2f} ms a layer, forward and backward"],
+    ])  # fmt: skip
+    print(f"\nwritten to {path}; use it with --hardware {path}")
+
+
+def read_hardware(path):
+    with open(path) as file:
+        saved = json.load(file)
+    known = saved["hardware"]
+    known["curve"] = tuple(map(tuple, known["curve"]))
+    return Hardware(**known), saved.get("stack", {})
+
+
+# --- 12. Run --------------------------------------------------------------------------------------
+
+AXES = ("dp", "cp", "tp", "pp", "ep", "zero", "recompute", "micro_batch", "schedule")
+
+
+def number(text):
+    """4M, 512k, 15T: for a batch K and M are powers of two, as batches are; see tokens."""
+    match = re.fullmatch(r"([\d.]+)([kKmM]?)", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number such as 4M")
+    return float(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()]
+
+
+def many(text):
+    match = re.fullmatch(r"([\d.]+(?:e\d+)?)([bBtT]?)", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number such as 15T")
+    return float(match[1]) * {"": 1, "b": 1e9, "t": 1e12}[match[2].lower()]
+
+
+def cluster(text):
+    """"512" or "8-4096"."""
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if not match or not 0 < int(match[1]) <= int(match[2] or match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r}: a number of GPUs such as 512, or 8-4096")
+    return int(match[1]), int(match[2] or match[1])
+
+
+def parse(argv=None):
+    p = argparse.ArgumentParser(description="which layout to use on a cluster; see the docstring")
+    p.add_argument("--model", default="llama3-70b", help=", ".join(MODELS))
+    for axis in ("dp", "cp", "tp", "pp", "ep", "zero", "micro-batch"):
+        p.add_argument(f"--{axis}", type=int, help="fix it (as in 09)")
+    p.add_argument("--recompute", help="none, selective, full, full:K")
+    p.add_argument("--schedule", help="1f1b, interleaved, …")
+    p.add_argument("--seq", type=int, default=8192)
+    p.add_argument("--batch", type=int, help="global, in sequences")
+    p.add_argument("--batch-tokens", type=number, default=4 * 2**20, help="instead; M is 2^20")
+    p.add_argument("--gpus", type=cluster, help="search the layouts for so many; 8-4096: for each"
+                   " power of two")  # fmt: skip
+    p.add_argument("--gpu", default="h100", help=", ".join(HARDWARE))
+    p.add_argument("--hardware", metavar="FILE", help="an entry that --calibrate wrote")
+    p.add_argument("--stack", default="fused", help=", ".join(STACKS))
+    p.add_argument("--fp8", action="store_true", help="products in FP8")
+    p.add_argument("--tokens", type=many, help="of the whole run (default: 20 a parameter)")
+    p.add_argument("--price", type=float, help="dollars for a GPU-hour")
+    p.add_argument("--top", type=int, default=8, help="rows of the ranking")
+    p.add_argument("--dry-run", action="store_true", help="09's dry run of the layout, in seconds")
+    p.add_argument("--rank", type=int, default=0, help="of the dry run")
+    p.add_argument("--calibrate", metavar="FILE", help="measure this machine, write its entry")
+    args = p.parse_args(argv)
+    args.fixed = {axis: value for axis in AXES if (value := getattr(args, axis)) is not None}
+    return args
+
+
+def unknown(flag, value, choices):
+    near = difflib.get_close_matches(str(value), choices, 1)
+    hint = f"did you mean {near[0]}?" if near else f"one of {', '.join(choices)}"
+    return [] if value in choices else [f"{flag} {value}: {hint}"]
+
+
+def one_layout(args):
+    """The layout that the flags describe; what they leave open is as small as can be."""
+    axes = {axis: value for axis, value in args.fixed.items() if axis != "zero"}
+    lay = Layout(args.model, **axes, zero=args.zero or 0, seq=args.seq)
+    unit = lay.dp * lay.micro_batch
+    batch = args.batch or max(round(args.batch_tokens / args.seq / unit), 1) * unit
+    return replace(lay, batch=batch)
+
+
+def arguments_of_09(lay, rank=0):
+    """The same for 09, which checks them."""
+    theirs = combined.parse([])
+    for f in fields(lay):
+        setattr(theirs, f.name, getattr(lay, f.name))
+    theirs.dry_run, theirs.world, theirs.rank = True, lay.world, rank
+    return theirs
+
+
+def show_dry_run(hw, st, lay, rank):
+    """09's dry run, and what its counts take; -> what is wrong"""
+    theirs = arguments_of_09(lay, rank)
+    code = combined.dry_run(theirs, lay.world)
+    e = estimate(hw, st, lay)
+    flops = sum(executed(lay, rank))
+    print(f"\n{flops / (hw.peak * hw.sustained * st.matmul):.3f} s for these FLOPs at what products"
+          f" reach; the whole step {e.seconds:.3f} s")  # fmt: skip
+    return ["the dry run differs from 09's formulas"] * code
+
+
+def wrong_arguments(args):
+    wrong = unknown("--model", args.model, list(MODELS))
+    if not args.hardware:
+        wrong += unknown("--gpu", args.gpu, list(HARDWARE))
+    wrong += unknown("--stack", args.stack, list(STACKS))
+    for name in ("seq", "batch", "top", "dp", "cp", "tp", "pp", "ep", "micro_batch"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            wrong.append(f"--{name.replace('_', '-')} {value}: at least 1")
+    if args.recompute and not re.fullmatch(r"none|selective|full(:\d+)?", args.recompute):
+        wrong += unknown("--recompute", args.recompute, ["none", "selective", "full"])
+    if args.schedule:
+        wrong += unknown("--schedule", args.schedule, list(pp.schedules()))
+    if not wrong and not args.gpus and args.fixed:
+        lay = one_layout(args)
+        wrong = combined.violations(arguments_of_09(lay, args.rank), lay.world)
+    return wrong
+
+
+def nothing_fits(hw, st, args, gpus, batch):
+    """Why, with the smallest number of GPUs that would do."""
+    more = gpus
+    while more < 2**17:
+        more *= 2
+        found, _ = search(hw, st, args.model, more, max(batch, more // 64), args.seq, args.fixed)
+        if found:
+            return f"no layout of {args.model} fits on {gpus} x {args.gpu}: --gpus {more} would do"
+    return f"no layout of {args.model} fits on {gpus} x {args.gpu}, nor on more with these flags"
+
+
+def story(hw, st, args):
+    """Without arguments: a plan, one layout's estimate, and both held against a dry run."""
+    args.top = 4
+    found = show_search(hw, st, args, 512, 512)
+    print()
+    show_layout(hw, st, replace(found[0].layout, tp=8, pp=4, cp=1, dp=16, zero=1, micro_batch=1,
+                                recompute="none", schedule="1f1b"), args.gpu)  # fmt: skip
+    return check_dry_run(Layout("tiny", dp=2, tp=2, pp=2, zero=1, seq=32, batch=4), rank=6)
+
+
+def check_dry_run(lay, rank):
+    """Are the closed forms those of the real step? -> what is wrong"""
+    found = combined.dry_step(arguments_of_09(lay, rank), lay.world)
+    size = {kind: sum(t.numel() * t.element_size() for t in ts) for kind, ts in found.held.items()}
+    wire = {key: (found.wire.calls[key], n) for key, n in found.wire.bytes.items() if n}
+    pairs = {kind: (states(lay, rank)[kind], n) for kind, n in size.items()}
+    pairs["kept for backward"] = kept_at_most(lay, rank), found.activations
+    pairs["FLOPs"] = sum(executed(lay, rank)), sum(found.flops)
+    total = sum(n for _, n in sent(lay, rank).values())
+    pairs["sent, all axes"] = total, sum(found.wire.bytes.values())
+    torch.distributed.destroy_process_group()
+    print(f"\nfor {lay.model}, {lay}, rank {rank}")
+    dp.table(["", "by formula", "in a dry run of 09"], [[k, *pair] for k, pair in pairs.items()])
+    wrong = [kind for kind, (ours, theirs) in pairs.items() if ours != theirs]
+    most, instant = fullest(lay, rank)
+    print(f"fullest moment: {instant}, {most:,} by formula, {found.peak / most - 1:+.1%} measured;")
+    print("temporaries: " + ", ".join(f"{k} {n:,}" for k, n in temporaries(lay, rank).items()))
+    return wrong + ["calls"] * (sent(lay, rank) != wire)
+
+
+def main(argv=None):
+    args = parse(argv)
+    torch.set_num_threads(1)
+    if args.calibrate:
+        calibrate(args.calibrate, 2)
+        print("10_plan OK")
+        return 0
+    if wrong := wrong_arguments(args):
+        print("\n".join(f"10_plan: {rule}" for rule in wrong), file=sys.stderr)
+        return 2
+    hw, st, wrong = HARDWARE.get(args.gpu), STACKS[args.stack], []
+    if args.hardware:
+        hw, more = read_hardware(args.hardware)
+        st, args.gpu = replace(st, **more), args.hardware
+    if args.fp8:
+        st = replace(st, fp8=True)
+    if args.dry_run:
+        wrong = show_dry_run(hw, st, one_layout(args), args.rank)
+    elif args.gpus and args.gpus[0] != args.gpus[1]:
+        show_sweep(hw, st, args, *args.gpus)
+    elif args.gpus:
+        batch = args.batch or round(args.batch_tokens / args.seq)
+        if not show_search(hw, st, args, args.gpus[0], batch):
+            print("10_plan: " + nothing_fits(hw, st, args, args.gpus[0], batch), file=sys.stderr)
+            return 2
+    elif args.fixed:
+        lay = one_layout(args)
+        e = show_layout(hw, st, lay, args.gpu)
+        print("\n" + whole_run(lay.model, e, args.tokens, args.price or hw.price))
+    else:
+        wrong = story(hw, st, args)
+    print("\n10_plan FAIL: " + "; ".join(wrong) if wrong else "\n10_plan OK")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
