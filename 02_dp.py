@@ -38,10 +38,14 @@ import json
 import math
 import multiprocessing
 import os
+import platform
 import pickle
+import re
+import signal
 import socket
 import sys
 import sysconfig
+import threading
 import time
 import traceback
 import zlib
@@ -87,6 +91,16 @@ def device():
     return torch.device("cpu")
 
 
+OP_TYPES = {  # torch gives the kind of a collective under way as a number
+    0: "broadcast", 1: "all_reduce", 4: "all_gather", 5: "all_gather", 9: "reduce_scatter",
+    10: "all_to_all", 11: "all_to_all", 12: "send", 13: "recv", 16: "reduce_scatter",
+}  # fmt: skip
+
+
+class Left(SystemExit):
+    """This rank waited in vain. The text says in which collective, and for whom."""
+
+
 def run_rank(worker, args, timeout, store=None):
     """Be one rank: join the world, work, leave.
 
@@ -99,23 +113,81 @@ def run_rank(worker, args, timeout, store=None):
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     # NCCL wants a GPU for each rank; ranks that share one have to speak gloo.
     nccl = here.type == "cuda" and local_world <= torch.cuda.device_count()
-    dist.init_process_group(
-        "nccl" if nccl else "gloo",
-        store=store,
-        rank=int(os.environ["RANK"]),
-        world_size=world,
-        timeout=timedelta(seconds=timeout),
-    )
-    result = worker(*args)
-    dist.barrier()  # nobody leaves while another still needs the store
+    rank, wait = int(os.environ["RANK"]), timedelta(seconds=timeout)
+    store = store or next(dist.rendezvous("env://", rank, world, timeout=wait))[0]
+    try:
+        dist.init_process_group(
+            "nccl" if nccl else "gloo", store=store, rank=rank, world_size=world, timeout=wait
+        )
+        result = worker(*args)
+        dist.barrier()  # nobody leaves while another still needs the store
+    except Exception as error:
+        if words := explain(error, store, rank, world, patience=1 + timeout / 10):
+            raise Left(words) from None
+        raise
     dist.destroy_process_group()
     return result
 
 
-def _child(rank, world, door, worker, args, timeout, pipe):
+def explain(error, store, rank, world, patience):
+    """Which rank left this one waiting, and in what; None if the error is this rank's own.
+
+    A rank that waits in vain learns only that its neighbour is gone or silent, and that may be one
+    who waits in vain too. So whoever fails says so in the store; who stays silent died or hangs.
+    """
+    where, others = collective_of(error), {r: f"failed/{r}" for r in range(world) if r != rank}
+    own, end = "an error of its own", time.monotonic() + patience
+    try:
+        store.set(f"failed/{rank}", where or own)
+        while where:
+            said = {r: store.get(key).decode() for r, key in others.items() if store.check([key])}
+            silent = sorted(others.keys() - said.keys())
+            cause = [r for r in said if said[r] == own]
+            if cause or len(silent) < 2 or time.monotonic() > end:
+                break
+            time.sleep(0.05)
+    except (dist.DistError, RuntimeError):  # rank 0 keeps the store, unless torchrun does
+        cause, silent = [], [0]
+    if not where:
+        return None
+    ranks = ", ".join(f"rank {r}" for r in cause or silent) or "nobody: the ranks' calls differ"
+    why = "failed" if cause else "died or hangs" if silent else "all wait"
+    reason = str(error).split("] ", 1)[-1].split(". ")[0]
+    return f"rank {rank} waited in {where} for {ranks} ({why}): {reason}\n"
+
+
+def collective_of(error):
+    """What an error of the transport interrupted, such as "all_reduce over dp"; else None."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in frames:
+        if frame.f_globals["__name__"] == dist.distributed_c10d.__name__:
+            group = frame.f_locals.get("group")
+            over = getattr(group, "group_desc", None) or "all ranks"
+            return f"{frame.f_code.co_name} over {over}" if _of_transport(error) else None
+    if not _of_transport(error):
+        return None
+    works = [v for frame in frames for v in frame.f_locals.values() if isinstance(v, dist.Work)]
+    names = [frame.f_code.co_name for frame in frames if "wait" not in frame.f_code.co_name]
+    kind = works[-1]._get_op_type() if works else None
+    return f"{OP_TYPES.get(kind, 'a collective')}, awaited in {names[-1]}(),"
+
+
+def _of_transport(error):
+    return isinstance(error, dist.DistError) or re.search("gloo|NCCL|Timed out", str(error))
+
+
+def leave_with(parent):
+    """A rank whose launcher is gone leaves too: nobody would ever stop it."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def _child(rank, world, door, worker, args, timeout, pipe, parent):
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
     )
+    threading.Thread(target=leave_with, args=(parent,), daemon=True).start()
     try:
         host, port = door.getsockname()
         wait = timedelta(seconds=timeout)
@@ -124,10 +196,14 @@ def _child(rank, world, door, worker, args, timeout, pipe):
         else:
             store = dist.TCPStore(host, port, world, False, wait)
         message = (time.monotonic(), None, run_rank(worker, args, timeout, store))
+    except Left as left:
+        message = (time.monotonic(), left.code, None)
     except BaseException:
         message = (time.monotonic(), traceback.format_exc(), None)
     sys.stdout.flush()
     pipe.send_bytes(pickle.dumps(message))
+    if message[1] and rank == 0:
+        time.sleep(timeout)  # the others still read in its store who failed; the launcher ends this
     os._exit(1 if message[1] else 0)  # no clean-up: after a failure it could wait for dead ranks
 
 
@@ -136,35 +212,42 @@ def launch(worker, world, *args, timeout=60.0):
 
     Under torchrun this process is one rank already: the list holds its own result alone. A rank
     that raises takes the others down at once, its traceback printed. `timeout` (seconds) is how
-    long a collective waits for its ranks.
+    long a collective waits for its ranks. SIGTERM is passed on to the ranks.
     """
     if "RANK" in os.environ:
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun is our parent
+            threading.Thread(target=leave_with, args=(os.getppid(),), daemon=True).start()
         return [run_rank(worker, args, timeout)]
     # A forked rank starts in milliseconds; a process that uses CUDA must not be forked.
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
     door = socket.create_server(("127.0.0.1", 0))  # opened before the fork: the port is ours
     sys.stdout.flush()
-    ranks, pipes = [], {}
+    ranks, pipes, before = [], {}, signal.getsignal(signal.SIGTERM)
     try:
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
-            job = (rank, world, door, worker, args, timeout, theirs)
+            job = (rank, world, door, worker, args, timeout, theirs, os.getpid())
             ranks.append(context.Process(target=_child, args=job, daemon=True))
             ranks[-1].start()
             theirs.close()  # the rank's end is now its own: if it dies, ours reads end of file
             pipes[ours] = rank
+        signal.signal(signal.SIGTERM, lambda *_: [rank.terminate() for rank in ranks])
         return _results(ranks, pipes)
     finally:
+        signal.signal(signal.SIGTERM, before)
         door.close()
-        for rank in ranks:
+        for rank in reversed(ranks):  # rank 0 last: it keeps the store
             rank.kill()
+        for rank in ranks:
             rank.join()
 
 
 def _results(ranks, pipes):
     results, failures = [None] * len(ranks), []
     # After a failure listen a moment longer: who failed first is not always who we hear first.
-    while pipes and (ready := wait(list(pipes), timeout=0.2 if failures else None)):
+    # If all we know of died without a word, wait until another says in what it was left waiting.
+    moment = None
+    while pipes and (ready := wait(list(pipes), timeout=moment)):
         for pipe in ready:
             rank = pipes.pop(pipe)
             try:
@@ -174,9 +257,11 @@ def _results(ranks, pipes):
                 when, trace = 0.0, f"died with exit code {ranks[rank].exitcode}\n"
             if trace:
                 failures.append((when, rank, trace))
+                moment = 0.3 if any(when for when, _, _ in failures) else 2.0
     if failures:
-        _, rank, trace = min(failures)  # the others only lost their connection to it
-        print(f"rank {rank} of {len(ranks)} failed: {trace}", end="", file=sys.stderr)
+        (when, rank, trace), *others = sorted(failures)  # the others only lost the connection to it
+        witness = "" if when else "".join(words for _, _, words in others[:1])
+        print(f"rank {rank} of {len(ranks)} failed: {trace}{witness}", end="", file=sys.stderr)
         raise RankFailed(rank, trace)
     return results
 
@@ -422,9 +507,9 @@ def open_tokens(path=None):
         tokens = np.memmap(path, dtype=np.uint16, mode="r")
     elif path.endswith(".npy"):
         try:
-            tokens = np.load(path, mmap_mode="r")
-        except (ValueError, EOFError) as error:
-            raise ValueError(f"--data {path}: {error}") from None
+            tokens = np.lib.format.open_memmap(path, mode="r")  # np.load would open archives too
+        except Exception as error:  # a damaged header raises whatever its parser does
+            raise ValueError(f"--data {path}: no .npy file ({error})") from None
     else:
         tokens = np.memmap(path, dtype=np.uint8, mode="r")
     if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
@@ -815,7 +900,9 @@ class Trace:
     def __init__(self, group):
         self.group, self.lanes, self.spans = group, {}, []
         dist.barrier(group)
-        self.zero = time.perf_counter()
+        clocks = [None] * dist.get_world_size(group)
+        dist.all_gather_object(clocks, (platform.node(), time.perf_counter()), group=group)
+        self.zero = dict(reversed(clocks))[platform.node()]  # a machine's ranks have one clock
 
     def now(self):
         return time.perf_counter() - self.zero

@@ -357,23 +357,24 @@ class Optimizer:
         )
         device = self.flats[0].shard.device
         self._step(0.0, torch.ones((), device=device))  # a skipped step: torch makes its state
-        self.restart()
         if stage == 3:
             self.windows = [Window(units[part], self.units[part]) for part in self.stages]
-
-    def restart(self):
-        """After a step, before the next begins."""
-        for flat in self.order:
-            flat.restart()
         self.in_flight = []
         self.begin()
 
     def begin(self, passes=1):
-        """Before the first backward of a step: how many there will be, if that is known."""
-        self.passes, self.turns = passes, [0] * len(self.lanes)
+        """Before the forward passes of a step: how many there will be, if that is known.
+
+        Until then the last step's gradients stay where they are, for who wants to look at them.
+        """
+        self.passes, self.turns, self.done = passes, [0] * len(self.lanes), False
+        for flat in self.order:
+            flat.restart()
 
     def gradient_finished(self, flat, name, p):
         """A gradient is complete. Stage 1 reduces in the last pass, 2 and 3 in every one."""
+        if self.done:
+            self.begin()
         if flat in self.in_flight:  # its buffer is still travelling
             self.finish_reduces()
         if not (flat.collect(name, p) and flat.stage):
@@ -400,6 +401,8 @@ class Optimizer:
 
     def sum_gradients(self):
         """After the last backward of a step: finish all sums over `shard`, then sum over `same`."""
+        if self.done:
+            self.begin()
         for flat in self.flats:
             for name, p in flat.parameters.items():
                 if p.requires_grad != flat.trainable:
@@ -431,7 +434,7 @@ class Optimizer:
         """One step with learning rate lr; nothing changes where skip, a tensor, is not 0."""
         self._step(lr, skip)
         self.spread()
-        self.restart()
+        self.done = True
 
     def _step(self, lr, skip):
         for group in self.inner.param_groups:
@@ -597,7 +600,7 @@ def llama_units(model):
 def held(stage, flats, units, n, weight=4, gradient=4, master=0, moments=8):
     """Bytes a rank holds when it takes its step, by kind; and before it, at the most, how many more.
 
-    After it, from stage 2 on, the gradients are gone until the next backward makes new ones.
+    From stage 2 on, `begin` frees the gradients until backward makes new ones.
     """
     total = sum(flats.values())
     cut = [total // n if stage >= s else total for s in (1, 2, 3)]
@@ -700,7 +703,8 @@ def save(directory, step, pieces, facts, group):
 
     def prepare():
         if rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)  # of a run that was killed while writing
+            for left in Path(directory).glob("step-*.tmp"):  # by a run that was killed meanwhile
+                shutil.rmtree(left, ignore_errors=True)
             aside.mkdir(parents=True)
 
     def publish():
@@ -961,7 +965,7 @@ def dense_run(config, sample, batch):
 
 
 def bytes_of(tensors):
-    return sum(t.untyped_storage().nbytes() for t in tensors)
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def measure(stage, config, sample, expected, group):

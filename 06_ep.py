@@ -612,8 +612,8 @@ def dispatch_to_compute(c, ep, flops, bandwidth, element):
 def copies_to_nodes(experts, c, home):
     """Rows that leave node `home`: (one for each pair, one for each token and node).
 
-    With a second hop inside the node a token crosses once for all its experts there; then
-    most_nodes bounds what crosses, however large k is.
+    Our dispatch is one hop and sends the first. With a second hop inside the node a token crosses
+    once for all its experts there; then most_nodes bounds what crosses, however large k is.
     """
     visits = count(experts // (c.experts // c.nodes), c.nodes)  # (n, nodes)
     visits[:, home] = 0

@@ -24,6 +24,7 @@ import itertools
 import math
 import os
 import re
+import signal
 import sys
 import time
 import zlib
@@ -57,6 +58,10 @@ MAX_NORM = 1.0
 WEIGHT_DECAY = 0.1
 REMEDIES = dict(balance=0.01, z=0.001, bias_rate=0.001)  # against an uneven load of experts
 RECIPES = [name for name in fp8.RECIPES if name != "naive"]
+MOST = dict.fromkeys(("dp", "cp", "tp", "pp", "ep"), 2**17) | dict(
+    chunks=64, batch=2**24, micro_batch=2**24, seq=2**30, steps=2**31
+)  # what nobody means; looking for the nearest valid choice takes time
+FORKED = 256  # ranks that one machine starts without torchrun
 MODELS = memory.PRESETS | {name: replace(c, **REMEDIES) for name, c in ep.PRESETS.items()}
 
 
@@ -95,6 +100,7 @@ def parse(argv=None):
     p.add_argument("--ckpt", metavar="DIR", help="write checkpoints there, at least at the end")
     p.add_argument("--save-every", type=int, default=0, metavar="N", help="every N steps too")
     p.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint")
+    p.add_argument("--on-nonfinite", default="stop", help="stop, or skip: on to the next batch")
     p.add_argument("--csv", metavar="FILE", help="write step,loss,… in full precision")
     p.add_argument("--trace", metavar="FILE", help=f"who did what when in steps 1 to {TRACED},"
                    " for ui.perfetto.dev")  # fmt: skip
@@ -111,10 +117,15 @@ def parse(argv=None):
 def default_micro_batch(args):
     """All at once without a pipeline; with one as large as 2·pp micro-batches allow, or fewer."""
     mine, pieces = args.batch // max(1, args.dp), 1
-    if args.pp > 1:
-        fitting = [n for n in range(1, mine + 1) if mine % n == 0 and n % args.pp == 0]
+    if args.pp > 1 and mine <= MOST["batch"]:
+        fitting = [n for n in divisors(mine) if n % args.pp == 0]
         pieces = next((n for n in fitting if n >= 2 * args.pp), (fitting or [mine])[-1])
     return max(1, mine // max(1, pieces))
+
+
+def divisors(n):
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 def layout(args):
@@ -145,53 +156,73 @@ def violations(args, world):
     known("--optimizer", args.optimizer, ["adamw", "sgd"])
     known("--dtype", args.dtype, list(DTYPES))
     known("--cp-kind", args.cp_kind, list(cp.KINDS))
+    known("--on-nonfinite", args.on_nonfinite, ["stop", "skip"])
     if not re.fullmatch(r"none|selective|full(:\d+)?", args.recompute):
         wrong.append(f"--recompute {args.recompute}: none, selective, full, or full:K for K layers")
     if args.zero not in range(4):
         wrong.append(f"--zero {args.zero}: 0, 1, 2 or 3")
-    if args.hybrid and (args.zero == 0 or args.hybrid < 1 or args.dp * args.cp % args.hybrid):
-        divisors = [str(n) for n in range(1, args.dp * args.cp + 1) if args.dp * args.cp % n == 0]
-        wrong.append(f"--hybrid {args.hybrid}: with --zero 1 to 3, a divisor of dp x cp ="
-                     f" {args.dp * args.cp}: {', '.join(divisors)}")  # fmt: skip
-    counts = ["dp", "cp", "tp", "pp", "ep", "chunks", "batch", "micro_batch", "seq", "steps"]
-    for name in counts:
-        if getattr(args, name) < 1:
-            wrong.append(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
+    for name, most in MOST.items():
+        if not 1 <= getattr(args, name) <= most:
+            bound = "at least 1" if getattr(args, name) < 1 else f"at most {most:,}"
+            wrong.append(f"--{name.replace('_', '-')} {getattr(args, name)}: {bound}")
     if not 0 <= args.seed < 2**32:
         wrong.append(f"--seed {args.seed}: from 0 to 2^32 - 1")
-    for name in ("lr", "timeout"):
-        if not 0 < getattr(args, name) <= 1e6:
-            wrong.append(f"--{name} {getattr(args, name)}: above 0, at most a million")
+    if not 0 < args.lr <= 1e6:
+        wrong.append(f"--lr {args.lr}: above 0, at most a million")
+    if not 1 <= args.timeout <= 1e6:
+        wrong.append(f"--timeout {args.timeout}: at least 1 second, at most a million")
     if args.check < 0:
         wrong.append(f"--check {args.check}: how many steps to compare, at least 1")
     if args.save_every < 0:
         wrong.append(f"--save-every {args.save_every}: at least 1")
     if (args.save_every or args.resume) and not args.ckpt:
         wrong.append("--save-every and --resume need --ckpt DIR")
+    if args.ckpt and Path(args.ckpt).exists() and not Path(args.ckpt).is_dir():
+        wrong.append(f"--ckpt {args.ckpt}: that is no folder")
     if args.ckpt and not args.resume and list(Path(args.ckpt).glob("step-*[0-9]")):
         wrong.append(f"--ckpt {args.ckpt} holds checkpoints: --resume, or another folder")
     for flag, path in (("--csv", args.csv), ("--trace", args.trace)):
         if path and not Path(path).absolute().parent.is_dir():
             wrong.append(f"{flag} {path}: no such folder")
+        if path and Path(path).is_dir():
+            wrong.append(f"{flag} {path}: that is a folder")
+    if args.csv and Path(args.csv).is_file() and not Csv.is_ours(args.csv):
+        wrong.append(f"--csv {args.csv} exists and is no list of losses: another name")
     if args.check and args.resume:
         wrong.append("--check compares the first steps of a run: not with --resume")
     need = math.prod(layout(args).values())
+    if not args.dry_run and "WORLD_SIZE" not in os.environ and need > FORKED:
+        wrong.append(f"{need} ranks on one machine: at most {FORKED}; more by torchrun --nnodes")
+    if args.dry_run and world > MOST["dp"]:
+        wrong.append(f"--world {world}: at most {MOST['dp']:,}")
+    if args.world is not None and not args.dry_run:
+        wrong.append("--world is for --dry-run; otherwise the degrees or torchrun decide")
     if world != need:
         larger = {axis: n for axis, n in layout(args).items() if n != 1} or {"dp": 1}
         product = " x ".join(f"{axis} {n}" for axis, n in larger.items())
         wrong.append(f"{world} ranks, but the layout {product} needs {need}")
     if args.dry_run and not 0 <= args.rank < world:
         wrong.append(f"--rank {args.rank}: from 0 to {world - 1}")
-    if all(getattr(args, name) > 0 for name in counts):
-        wrong += _batch_violations(args) + _sequence_violations(args)
+    if all(1 <= getattr(args, name) <= most for name, most in MOST.items()):
+        wrong += _zero_violations(args) + _batch_violations(args) + _sequence_violations(args)
         if args.model in MODELS:
             wrong += [f"{args.model}: {rule}" for rule in tp.misfits(MODELS[args.model], args.tp)]
             wrong += _expert_violations(args)
             if args.schedule in pp.schedules():
                 wrong += _pipeline_violations(args)
-    if not args.dry_run and args.seq > 0:
+    if not args.dry_run and 1 <= args.seq <= MOST["seq"]:
         wrong += _data_violations(args)
     return wrong
+
+
+def _zero_violations(args):
+    n, shared = args.hybrid, args.dp * args.cp
+    if n == 0 or (args.zero and n > 0 and shared % n == 0):
+        return []
+    return [
+        f"--hybrid {n}: with --zero 1 to 3, a divisor of dp x cp = {shared}:"
+        f" {', '.join(map(str, divisors(shared)))}"
+    ]
 
 
 def _batch_violations(args):
@@ -535,14 +566,14 @@ def my_positions(args, groups, device):
     return cp.part(positions, 0, dist.get_rank(groups["cp"]), args.cp)
 
 
-def train_step(job, groups, batches, positions, lr, gradients=None, loads=None):
+def train_step(job, groups, batches, positions, lr, gradients=None, loads=None, stop=False):
     """One step on this rank's micro-batches, all ranks together.
 
-    Returns a tensor (loss, gradient norm, auxiliary loss, this rank's share of the loss), without
-    having looked at a value: the host never waits for the device. If loss or norm is not finite, no
-    rank changes anything.
+    Returns a tensor (loss, gradient norm, auxiliary loss, how many ranks gave `stop`, this rank's
+    share of the loss), without having looked at a value: the host never waits for the device. If
+    loss or norm is not finite, no rank changes anything, and the gradients stay for a look at them.
     Two lists may ask for more: gradients receives this rank's shards of the summed gradients before
-    clipping, loads how many of its tokens went to each expert, layer by layer.
+    and after clipping, loads how many of its tokens went to each expert, layer by layer.
     """
     model, pipeline, optimizer, scales = job
     N = dp.count_valid(batches, groups["tokens"])
@@ -553,23 +584,25 @@ def train_step(job, groups, batches, positions, lr, gradients=None, loads=None):
     loss = pipeline.step(batches, N, positions)
     optimizer.sum_gradients()  # forget
     if gradients is not None:
-        gradients.extend(flat.grad.clone() for flat in optimizer.flats)
+        gradients.append([flat.grad.clone() for flat in optimizer.flats])
     if loads is not None:
         loads.extend(moe.load.clone() for moe in ep.moe_layers(model))
 
     copies = dist.get_world_size(groups["tp"])  # each of its ranks has the loss of all its tokens
     auxiliary = sum(moe.loss for moe in ep.moe_layers(model))
-    stats = torch.stack([loss.double() / copies, optimizer.squares(), loss.new_zeros(()).double()])
-    stats[2] += auxiliary
-    dist.all_reduce(stats, group=groups["control"])
-    norm = stats[1].sqrt()
-    skip = 1 - torch.isfinite(stats).all().float()
-    optimizer.scale((MAX_NORM / (norm + 1e-6)).clamp(max=1))
+    blank = loss.new_zeros((), dtype=torch.float64)
+    stats = torch.stack([loss.double() / copies, optimizer.squares(), blank + auxiliary, blank + stop])
+    dist.all_reduce(stats, group=groups["control"])  # what all ranks have to agree on
+    norm, finite = stats[1].sqrt(), torch.isfinite(stats).all()
+    skip = 1 - finite.float()
+    optimizer.scale(torch.where(finite, (MAX_NORM / (norm + 1e-6)).clamp(max=1), 1))
+    if gradients is not None:
+        gradients.append([flat.grad.clone() for flat in optimizer.flats])
     optimizer.step(lr, skip)
     ep.end_step(model, groups["dp·cp·tp"], skip)
     if scales:
         scales.end_step(groups["dp·cp·tp"], skip=skip)
-    return torch.stack([stats[0], norm, stats[2], loss.double()])
+    return torch.stack([stats[0], norm, stats[2], stats[3], loss.double()])
 
 
 def sent(args, optimizer, groups, loads):
@@ -595,9 +628,9 @@ def sent(args, optimizer, groups, loads):
         hidden = args.micro_batch * args.seq // args.cp // args.tp * MODELS[args.model].dim
         shape = args.pp, m, chunks(args), rank, hidden * DTYPES[args.dtype].itemsize
         costs["pp", "send"] = pp.sent(args.schedule, *shape)
-    # Control: the valid tokens in int64; loss, squared norm and auxiliary loss in float64.
+    # Control: the valid tokens in int64; loss, squared norm, auxiliary loss and stop in float64.
     costs["tokens", "all_reduce"] = dp.sent([8], size["tokens"])
-    costs["control", "all_reduce"] = dp.sent([24], size["control"])
+    costs["control", "all_reduce"] = dp.sent([32], size["control"])
     return costs
 
 
@@ -769,7 +802,7 @@ def reference(args, sample, steps, dtype, device, make=None, prepare=None):
     """The same training on one device: the whole batch at once, plain backward, torch's optimizer.
 
     Uses the model of 01 and nothing of the chapters after it. Returns {"loss", "norm",
-    "gradient", "weight"}: each a dict of tensors by step, by parameter and step, by parameter.
+    "gradient", "clipped", "weight"}: dicts of tensors by step, by parameter and step, by parameter.
     make(args, matrices, vectors) gives another optimizer; prepare(model) changes the model and
     gives what to call after each step.
     """
@@ -783,7 +816,7 @@ def reference(args, sample, steps, dtype, device, make=None, prepare=None):
     matrices = [w for w in masters if w.dim() > 1]
     make, after_step = make or torch_optimizer, prepare and prepare(model)
     optimizer = make(args, matrices, [w for w in masters if w.dim() <= 1])
-    result = {"loss": {}, "norm": {}, "gradient": {}}
+    result = {"loss": {}, "norm": {}, "gradient": {}, "clipped": {}}
     for step in range(steps):
         pairs = [sample(i) for i in range(step * args.batch, (step + 1) * args.batch)]
         tokens, labels = (torch.stack(column).to(device) for column in zip(*pairs))
@@ -795,6 +828,8 @@ def reference(args, sample, steps, dtype, device, make=None, prepare=None):
             result["gradient"][f"{name}, step {step + 1}"] = w.grad.clone()
             master.grad = w.grad
         norm = torch.nn.utils.clip_grad_norm_(masters, MAX_NORM)
+        for name, master in zip(weights, masters):
+            result["clipped"][f"{name}, step {step + 1}"] = master.grad.clone()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args)
         optimizer.step()
@@ -819,8 +854,10 @@ class Check:
     """Compares the first K steps of a run with one device."""
 
     BOUND = {  # relative errors that rounding explains and a mistake does not
-        torch.float64: {"loss": 1e-12, "norm": 1e-12, "gradient": 1e-11, "weight": 1e-10},
-        torch.float32: {"loss": 1e-5, "norm": 1e-4, "gradient": 1e-4, "weight": 1e-4},
+        torch.float64: {"loss": 1e-12, "norm": 1e-12, "gradient": 1e-11, "clipped": 1e-11,
+                        "weight": 1e-10},
+        torch.float32: {"loss": 1e-5, "norm": 1e-4, "gradient": 1e-4, "clipped": 1e-4,
+                        "weight": 1e-4},
     }
 
     def __init__(self, args, sample, device):
@@ -830,7 +867,7 @@ class Check:
             self.steps = min(self.steps, 2)
         # Rank 0 alone, as ranks may share cores. The others wait for it, however long it takes.
         self.active = self.steps > 0 and dist.get_rank() == 0
-        self.ours = {"loss": {}, "norm": {}, "gradient": {}, "weight": {}}
+        self.ours = {"loss": {}, "norm": {}, "gradient": {}, "clipped": {}, "weight": {}}
         self.rounded = self.dtype not in self.BOUND or in_fp8
         if self.active:
             make = fp8_optimizer if args.fp8_optimizer else None
@@ -849,7 +886,8 @@ class Check:
         if f"auxiliary, {key}" in self.expected["loss"]:
             self.ours["loss"][f"auxiliary, {key}"] = torch.tensor(auxiliary, dtype=torch.float64)
         self.ours["norm"][key] = torch.tensor(norm, dtype=torch.float64)
-        self.ours["gradient"].update({f"{name}, {key}": g for name, g in gradients.items()})
+        for kind, tensors in zip(("gradient", "clipped"), gradients):
+            self.ours[kind].update({f"{name}, {key}": g for name, g in tensors.items()})
         if weights is not None:  # after the last step that is compared
             self.ours["weight"] = {name: p.detach().clone() for name, p in weights.items()}
             if self.rounded:  # the bias of an expert moves by the sign of a small difference
@@ -887,7 +925,7 @@ class Check:
     def report(self):
         """Print the table; returns the failures, gradients first."""
         rows, failures = [], []
-        for kind in ("gradient", "weight", "norm", "loss") if self.active else ():
+        for kind in ("gradient", "clipped", "weight", "norm", "loss") if self.active else ():
             (error, where), bound = self.error_and_bound(kind)
             rows.append([kind, len(self.ours[kind]), f"{error:.1e}", f"{bound:.1e}", where])
             if not error <= bound:
@@ -1050,7 +1088,7 @@ def resume(args, job, groups, run):
         dp.log(f"no checkpoint in {args.ckpt}: starting from the beginning\n")
         return 0
     saved = zero.read_index(folder)["facts"]
-    if other := [f"{k} {run[k]}, not {saved[k]}" for k in run if run[k] != saved[k]]:
+    if other := [f"{k} {run[k]}, not {saved.get(k)}" for k in run if run[k] != saved.get(k)]:
         raise zero.CheckpointError(f"{folder} is of another run: {', '.join(other)}")
     more, control = buffer_pieces(job, groups), groups["control"]
     index = zero.restore(folder, job.optimizer, control, dp.log, boxes(args, groups), more)
@@ -1076,6 +1114,8 @@ def save(args, step, job, groups, run):
 
 def train(args):
     """The whole job of one rank; returns the exit code."""
+    stopping = []  # after SIGTERM; the ranks agree on the step in train_step
+    signal.signal(signal.SIGTERM, lambda *_: stopping.append(True))
     device, sizes = dp.device(), layout(args)
     groups = make_groups(args, sizes)
     tokens = dp.open_tokens(args.data)
@@ -1084,13 +1124,13 @@ def train(args):
     job = compose(args, groups, device)
     describe(args, sizes)
     check = Check(args, sample, device)
-    run, unsaved, first = facts(args, tokens), [], 0
+    run, unsaved, skipped, first = facts(args, tokens), [], 0, 0
     if args.resume:
         try:
             first = resume(args, job, groups, run)
         except zero.CheckpointError as error:  # the same on all ranks
             return dp.verdict("09_combined_5d", [str(error)])
-    wire, csv = dp.Wire(), open_csv(args.csv, first)
+    wire, csv = dp.Wire(), Csv(args.csv, first)
     positions, loads = my_positions(args, groups, device), []
     timeline, traced = Timeline(groups["control"], job.pipeline), []
     show_step = Columns(args, device)
@@ -1100,31 +1140,40 @@ def train(args):
         with timeline, wire if step == first else contextlib.nullcontext():
             with timeline.span("data", "data"):
                 batches = my_batches(args, groups, sample, step, device)
-            counted = loads if step == first else None
-            stats = train_step(job, groups, batches, positions, lr, gradients, counted)
+            stats = train_step(job, groups, batches, positions, lr, gradients,
+                               loads if step == first else None, bool(stopping))  # fmt: skip
             # The one look at values, for the line below.
-            loss, norm, auxiliary, own = stats.tolist()
+            loss, norm, auxiliary, stop, own = stats.tolist()
         seconds = timeline.now() - begin
         waits = [timeline.share(name, begin) for name in ("wait", "data")]
         traced += timeline.spans if args.trace and step < first + TRACED else []
         timeline.spans.clear()
         expected = "-"
         if step < check.steps:  # whole tensors take all ranks
-            gradients = whole(args, job.optimizer.gathered(gradients), groups)
+            gradients = [whole(args, job.optimizer.gathered(g), groups) for g in gradients]
             weights = None
             if step + 1 == check.steps:
                 weights = whole(args, own_weights(args, job), groups)
             if check.active:
                 expected = f"{check.note(step, loss, norm, auxiliary, gradients, weights):.6f}"
         show_step(step, loss, expected, auxiliary, norm, lr, seconds, waits)
-        if csv:
-            row = step + 1, loss, norm, lr, seconds, *waits
-            csv.write(",".join(map(repr, row)) + "\n")
-        if not math.isfinite(loss + norm):  # the same numbers on all ranks, so all stop here
-            return dp.verdict("09_combined_5d", [not_finite(step, loss, norm, own)])
+        csv.write(step + 1, loss, norm, lr, seconds, *waits)
         done = step + 1
-        if args.ckpt and (done == args.steps or args.save_every and done % args.save_every == 0):
+        # The numbers are the same on all ranks, so all take the same way here.
+        if not math.isfinite(loss + norm):
+            words = f"step {done}: loss {loss}, gradient norm {norm}, no weight was changed; "
+            words += first_not_finite(args, own, job.optimizer, groups)
+            if args.on_nonfinite == "stop":
+                return dp.verdict("09_combined_5d", [words])
+            dp.log(f"skipped: {words}")
+            skipped += 1
+        last = stop or done == args.steps
+        if args.ckpt and (last or args.save_every and done % args.save_every == 0):
             unsaved = save(args, done, job, groups, run)
+        if stop and done < args.steps:
+            unsafe = "" if args.ckpt else ", nothing saved: no --ckpt"
+            dp.log(f"SIGTERM: stopped after step {done}{unsafe}")
+            return dp.verdict("09_combined_5d", unsaved + csv.failures)
 
     if args.trace:
         timeline.spans = traced
@@ -1134,17 +1183,32 @@ def train(args):
     failures = []
     if first < args.steps:
         failures = report(args, job, groups, wire, loads, check)
+    if skipped:
+        dp.log(f"{skipped} of {args.steps - first} steps skipped: loss or gradient not finite")
     show_text(args, job.pipeline, groups, tokens, device)
-    return dp.verdict("09_combined_5d", failures + unsaved)
+    return dp.verdict("09_combined_5d", failures + unsaved + csv.failures)
 
 
-def not_finite(step, loss, norm, own):
-    """What to say of a step whose loss or gradient norm is not finite."""
+def first_not_finite(args, own, optimizer, groups):
+    """Where a loss or gradient that is not finite was seen first: rank, stage, parameter.
+
+    Backward spreads it from later layers to earlier ones, so it arose at the last that has it.
+    """
+    order, stages = [*boxes(args, groups)], my_stages(args, dist.get_rank(groups["pp"]))
+    bad = [  # (is it a loss? place in the model, parameter, stage), the largest arose first
+        (False, order.index(name), name, stages[optimizer.lane_of[flat]])
+        for flat in optimizer.order
+        for name, (_, _, gradient) in flat.pieces(flat.grad).items()
+        if not gradient.isfinite().all()
+    ]
+    bad += [(True, 0, "", stages[-1])] * (not math.isfinite(own))
     everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    ranks = [rank for rank, share in enumerate(everyone) if not math.isfinite(share)]
-    where = f"first on rank {ranks[0]}" if ranks else "in a gradient, every rank's loss is finite"
-    return f"step {step + 1}: loss {loss}, gradient norm {norm}, {where}; no weight was changed"
+    dist.all_gather_object(everyone, max(bad, default=None))
+    (loss, _, name, stage), rank = max(
+        ((seen, -rank) for rank, seen in enumerate(everyone) if seen), default=((0, 0, "?", 0), 0)
+    )
+    what = "its loss" if loss else f"the gradient of {name}"
+    return f"first on rank {-rank}, stage {stage}: {what}"
 
 
 def held_table(held):
@@ -1194,17 +1258,42 @@ class Columns:
         dp.log(line)
 
 
-def open_csv(path, first):
-    """The file, with what it says of the first steps if they were done by an earlier run."""
-    if path is None or dist.get_rank() != 0:
-        return None
-    lines = open(path).readlines()[1:] if first and os.path.exists(path) else []
-    file = open(path, "w", buffering=1)
-    file.write("step,loss,grad_norm,lr,seconds,wait,data\n")
-    for line in lines:  # the last may be torn
-        if line.endswith("\n") and int(line.split(",")[0]) <= first:
-            file.write(line)
-    return file
+class Csv:
+    """A line for each step, in full precision, on rank 0 if a file is named."""
+
+    HEAD = "step,loss,grad_norm,lr,seconds,wait,data\n"
+
+    def __init__(self, path, first):
+        """Keep what the file says of the first steps, if they were done by an earlier run."""
+        self.path, self.file, self.failures = path, None, []
+        if path is not None and dist.get_rank() == 0:
+            old = Path(path).read_text(errors="replace") if first and os.path.exists(path) else ""
+            rows = re.finditer(r"^(\d+),.*\n", old, re.M)  # the last line may be torn
+            kept = [row[0] for row in rows if int(row[1]) <= first]
+            self.attempt(self.open, "".join([self.HEAD, *kept]))
+
+    @classmethod
+    def is_ours(cls, path):
+        with open(path, errors="replace") as file:
+            return file.readline(200).split(",")[:2] in (["step", "loss"], [""])
+
+    def open(self, text):
+        with open(f"{self.path}.tmp", "w") as file:  # aside, or a kill here would lose the lines
+            file.write(text)
+        os.replace(f"{self.path}.tmp", self.path)
+        self.file = open(self.path, "a", buffering=1)
+
+    def write(self, *row):
+        if self.file:
+            self.attempt(self.file.write, ",".join(map(repr, row)) + "\n")
+
+    def attempt(self, act, text):
+        """A full disk does not stop the training; the verdict tells of it."""
+        try:
+            act(text)
+        except OSError as error:
+            self.file, self.failures = None, [f"--csv {self.path}: {error}"]
+            dp.log(f"{self.failures[0]}; no further lines")
 
 
 def report(args, job, groups, wire, loads, check):

@@ -178,7 +178,7 @@ STACKS = {
         crossing=2.05e-3, unbucketed=5e-3, wide=12, gathered=2, logit=6, gradient=2,
     ),
     # Compiled or fused kernels, as in Megatron-LM or torchtitan. Fitted to published_perf.csv.
-    "fused": Stack(matmul=0.79, passes=0.67, host=1e-3, tp_exposed=0.48, step=0.02, behind=0.5,
+    "fused": Stack(matmul=0.895, passes=0.974, host=1e-3, tp_exposed=0.48, step=0.02, behind=0.5,
                    attention=0.36),
 }  # fmt: skip
 
@@ -729,8 +729,10 @@ def temporaries(lay, rank):
         at[f"ffn, recomputing {kind}"] = (
             again + 2 * part - done + weight * made + entered + hidden // lay.tp + always
         )
+    V = -(-c.vocab // lay.tp)
+    if 0 in kinds_:  # its micro-batch has let go of all else
+        at["embedding"] = V * c.dim * made + hidden - activations(lay, place)[0] + always
     if lay.pp * lay.v - 1 in kinds_:
-        V = -(-c.vocab // lay.tp)
         logits, few = n * V * e, min(n, memory.CrossEntropyFunction.ROWS)
         at["loss"] = logits + few * V * wide + always
         at["head"] = V * c.dim * made + max(entered, hidden) - logits + always

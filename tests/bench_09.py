@@ -23,7 +23,7 @@ FLAGS = "--model bench --dp 2 --tp 2 --pp 2 --zero 1 --batch 16 --micro-batch 2 
 combined.MODELS["bench"] = CONFIG
 
 
-def job():
+def layout_and_data():
     """Arguments, groups, and this rank's micro-batches."""
     args = combined.parse(FLAGS.split())
     groups = combined.make_groups(args, combined.layout(args))
@@ -32,15 +32,15 @@ def job():
 
 
 def ours(group):
-    args, groups, batches = job()
-    parts = combined.compose(args, groups, "cpu")  # model, pipeline, optimizer
+    args, groups, batches = layout_and_data()
+    job = combined.compose(args, groups, "cpu")
     positions = combined.my_positions(args, groups, "cpu")
 
     def step():
-        combined.train_step(*parts, groups, batches, positions, args.lr)
+        combined.train_step(job, groups, batches, positions, args.lr)
 
     def results():
-        weights = parts[2].gathered([flat.shard for flat in parts[2].flats])
+        weights = job.optimizer.gathered([flat.shard for flat in job.optimizer.flats])
         return combined.whole_tensors(args, weights, groups)
 
     return step, results
@@ -98,7 +98,7 @@ def theirs(group):
 
     warnings.filterwarnings("ignore")
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-    args, groups, batches = job()
+    args, groups, batches = layout_and_data()
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
     rank, m = mesh["pp"].get_local_rank(), combined.micro_batches(args)
     counts = combined.layers_by_stage(args)

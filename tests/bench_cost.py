@@ -34,20 +34,20 @@ DENSE = memory.Config(vocab=256, dim=256, layers=4, heads=8, kv_heads=4, ffn=768
 MOE = ep.Config(vocab=256, dim=128, layers=2, heads=4, kv_heads=4, ffn=256, experts=8)
 
 
-def job(config, flags, steps):
+def measure(config, flags, steps):
     """One rank: (ms of the quickest step, [(sent by, calls, bytes)], what differs from formulas)."""
     combined.MODELS["bench"] = config
     args = combined.parse(["--model", "bench", *flags.split()])
     groups = combined.make_groups(args, combined.layout(args))
     sample = dp.Samples(dp.open_tokens(), args.seq, args.seed)
-    parts = combined.compose(args, groups, "cpu")  # model, pipeline, optimizer
+    job = combined.compose(args, groups, "cpu")
     batches = combined.my_batches(args, groups, sample, 0, "cpu")
     rest = groups, batches, combined.my_positions(args, groups, "cpu"), args.lr
-    combined.train_step(*parts, *rest)
+    combined.train_step(job, *rest)
     loads, times = [], []
     with dp.Wire() as wire:
-        combined.train_step(*parts, *rest, loads=loads)
-    formulas = combined.sent(args, parts[2], groups, loads)
+        combined.train_step(job, *rest, loads=loads)
+    formulas = combined.sent(args, job.optimizer, groups, loads)
     failures = []
     for key in dict.fromkeys([*formulas, *wire.calls]):
         found, expected = (wire.calls[key], wire.bytes[key]), formulas.get(key, (0, 0))
@@ -56,7 +56,7 @@ def job(config, flags, steps):
     for _ in range(steps):
         dist.barrier()
         begin = time.perf_counter()
-        combined.train_step(*parts, *rest)
+        combined.train_step(job, *rest)
         took = torch.tensor((time.perf_counter() - begin) * 1000)
         dist.all_reduce(took, op=dist.ReduceOp.MAX)
         times.append(took.item())
@@ -67,7 +67,7 @@ def job(config, flags, steps):
 
 def run(config, flags, world, steps=5):
     """(ms, calls, bytes of the rank that sends most, failures of all)"""
-    ranks = dp.launch(job, world, config, flags, steps, timeout=120)
+    ranks = dp.launch(measure, world, config, flags, steps, timeout=120)
     calls, size = max(
         (sum(c for _, c, _ in rows), sum(n for *_, n in rows)) for _, rows, _ in ranks
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # recomputation and torch.optim import it at their first use: not in every rank
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))

@@ -25,7 +25,7 @@ combined = import_module("09_combined_5d")
 dp, memory, ep, pp = combined.dp, combined.memory, combined.ep, combined.pp
 
 STEPS = 3
-BOUNDS = {"gradient": 1e-11, "weight": 1e-10, "loss": 1e-12, "norm": 1e-11}
+BOUNDS = {"gradient": 1e-11, "clipped": 1e-11, "weight": 1e-10, "loss": 1e-12, "norm": 1e-11}
 DENSE = memory.Config(vocab=61, dim=16, layers=4, heads=4, kv_heads=2, ffn=24, tied=True)
 MOE = ep.Config(61, 16, 4, 4, 2, 8, experts=8, top_k=2, shared=1, balance=0.5, z=0.05, bias_rate=0.01)
 MODELS = {
@@ -50,7 +50,7 @@ def cell(args, groups, sample, expected):
     """Train three steps; what is wrong, and the worst error of each kind (on rank 0)."""
     job = combined.compose(args, groups, "cpu")
     positions = combined.my_positions(args, groups, "cpu")
-    ours, wrong = {"gradient": {}, "loss": {}, "norm": {}}, []
+    ours, wrong = {"gradient": {}, "clipped": {}, "loss": {}, "norm": {}}, []
     for step in range(STEPS):
         gradients, loads, wire = [], [], dp.Wire()
         with wire if step == 0 else contextlib.nullcontext():
@@ -58,13 +58,14 @@ def cell(args, groups, sample, expected):
             stats = combined.train_step(
                 job, groups, batches, positions,
                 combined.learning_rate(step, args), gradients, loads)  # fmt: skip
-        loss, norm, auxiliary, _ = stats.double()
+        loss, norm, auxiliary, *_ = stats.double()
         key = f"step {step + 1}"
         ours["loss"][key], ours["norm"][key] = loss, norm
         if combined.has_experts(args):
             ours["loss"][f"auxiliary, {key}"] = auxiliary
-        whole = combined.whole(args, job.optimizer.gathered(gradients), groups)
-        ours["gradient"] |= {f"{name}, {key}": g for name, g in whole.items()}
+        for kind, shards in zip(("gradient", "clipped"), gradients):
+            whole = combined.whole(args, job.optimizer.gathered(shards), groups)
+            ours[kind] |= {f"{name}, {key}": g for name, g in whole.items()}
         if step == 0:
             wrong += miscounted(wire, combined.sent(args, job.optimizer, groups, loads))
     own = combined.own_weights(args, job)

@@ -3,9 +3,8 @@
 import itertools
 import json
 import math
+import multiprocessing
 import re
-import subprocess
-import sys
 import time
 from fractions import Fraction
 from functools import partial
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from conftest import ROOT, run_script
+from conftest import run_script
 
 memory = import_module("01_memory")
 dp = import_module("02_dp")
@@ -855,33 +854,37 @@ def test_hidden_share():
     assert dp.hidden([[("compute", "wait", 0, 2), ("bucket 0", "sum", 0, 2)]]) == 0
 
 
+def dry_run(n, results):
+    """One rank of n without the others, on tensors without values."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=n)
+    group = dist.new_group(range(n), group_desc="dp")
+    with FakeTensorMode():
+        model = memory.build(memory.PRESETS["tiny"], dtype=torch.bfloat16)
+        buckets = dp.Buckets(model.named_parameters(), group, 2**20)
+        tokens = torch.zeros(2, 16, dtype=torch.int64)
+        with dp.Wire() as wire:
+            buckets.start(passes=2)
+            for _ in range(2):
+                model.loss(model(tokens), tokens).backward()
+            buckets.finish()
+    sizes = [4 * p.numel() for p in model.parameters()]
+    results.put((wire.calls["dp", "all_reduce"], wire.bytes["dp", "all_reduce"], sizes))
+
+
 def test_dry_run_of_buckets_looks_at_no_value():
-    code = """
-import sys; sys.path.insert(0, sys.argv[1])
-from importlib import import_module
-import torch, torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
-memory, dp = import_module("01_memory"), import_module("02_dp")
-n = 512
-dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=n)
-group = dist.new_group(range(n), group_desc="dp")
-with FakeTensorMode():
-    model = memory.build(memory.PRESETS["tiny"], dtype=torch.bfloat16)
-    buckets = dp.Buckets(model.named_parameters(), group, 2**20)
-    tokens = torch.zeros(2, 16, dtype=torch.int64)
-    with dp.Wire() as wire:
-        buckets.start(passes=2)
-        for _ in range(2):
-            model.loss(model(tokens), tokens).backward()
-        buckets.finish()
-sizes = [4 * p.numel() for p in model.parameters()]
-expected = tuple(map(sum, zip(dp.sent(sizes, n, 2**20), dp.sent_used(len(sizes), n))))
-assert (wire.calls["dp", "all_reduce"], wire.bytes["dp", "all_reduce"]) == expected, expected
-print("agrees", *expected)
-"""
-    got = subprocess.run([sys.executable, "-c", code, str(ROOT)], capture_output=True, text=True)
-    assert got.stdout.startswith("agrees 5 ") and got.returncode == 0, got.stderr
+    context, n = multiprocessing.get_context("fork"), 512  # the fake group is the process's only one
+    results = context.SimpleQueue()
+    process = context.Process(target=dry_run, args=(n, results))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    calls, bytes, sizes = results.get()
+    parts = dp.sent(sizes, n, 2**20), dp.sent_used(len(sizes), n)
+    assert (calls, bytes) == tuple(map(sum, zip(*parts))) and calls == 5
 
 
 # --- Other reductions ----------------------------------------------------------------------------------

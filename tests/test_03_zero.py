@@ -752,7 +752,8 @@ def bytes_held_and_sent(stage, config, m, dtype):
     model = llama(config, dtype=dtype)
     optimizer = sharded(model, zero.llama_units(model), stage)
     step_of(model, optimizer, 0, m)
-    if stage >= 2 and n > 1:  # until the next backward
+    optimizer.begin(m)
+    if stage >= 2 and n > 1:  # until the first reduction
         assert storages_bytes(w.grad for w in optimizer.weights.values()) == 0
     flats, units = layout(config, n if stage else 1)
     master = wide.itemsize if wide != dtype else 0

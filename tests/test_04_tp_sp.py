@@ -375,7 +375,7 @@ def bytes_worker():
     return results
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.full), 4])
 def test_bytes_and_calls_equal_the_functions(n):
     for results in dp.launch(bytes_worker, n, timeout=20):
         assert len(results) == 10

@@ -893,7 +893,7 @@ def test_bias_and_logged_numbers_do_not_depend_on_layout_or_recomputation():
         load = load.double()
         bias = bias + 0.05 * (load.mean(1, keepdim=True) - load).sign()
         assert torch.allclose(now.double(), bias.double(), atol=1e-6) and now.any()
-    for world, mode, micro in ((1, "full", 2), (2, "none", 2), (2, "full", 1), (4, "selective", 1)):
+    for world, mode, micro in ((1, "full", 2), (2, "full", 1), (4, "selective", 1)):
         for history in dp.launch(bias_worker, world, mode, micro, timeout=20):
             for (load, loss, bias), (load1, loss1, bias1) in zip(history, reference, strict=True):
                 assert torch.equal(load, load1) and torch.equal(bias, bias1)
@@ -935,12 +935,28 @@ def test_evaluation_counts_nothing():
     assert not moe.load.any()
 
 
+def skewed_worker(seeds, rates, steps, last):
+    """Each rank trains tiny-moe with its own rate of the bias; [(loads, mean loss)] by seed."""
+    c = dataclasses.replace(ep.PRESETS["tiny-moe"], bias_rate=rates[dist.get_rank()])
+    runs = [ep.train_skewed(c, steps, 8, 64, seed) for seed in seeds]
+    return [(loads, losses[-last:].mean().item()) for loads, losses in runs]
+
+
 @pytest.mark.full
 def test_training_from_a_skewed_router():
-    """On text: with the bias the load becomes even, without it stays with two experts."""
-    small = dict(dim=32, layers=2, heads=4, kv_heads=2, ffn=32)
-    c, last = dataclasses.replace(ep.PRESETS["tiny-moe"], **small), 50
-    loads, _ = ep.train_skewed(c, 250, 8, 64)
-    biased, _ = ep.train_skewed(dataclasses.replace(c, bias_rate=0.01), 250, 8, 64)
-    assert ep.imbalance(loads[:5]) > 2 and ep.imbalance(biased[:5]) > 2
-    assert ep.imbalance(biased[-last:]) <= 1.2 < ep.imbalance(loads[-last:])
+    """tiny-moe on text: with the bias all layers' load becomes even, without it none's does.
+
+    The even load costs first: an expert sees k/E of the tokens, the two favourites saw all. With
+    the bias the loss is behind at step 300 and level at 500. Seeds differ by a percent, so from
+    two of them no finer "no worse" can be told.
+    """
+    last = 50
+    without, biased = dp.launch(skewed_worker, 2, (1, 2), (0.0, 0.01), 500, last, timeout=600)
+    for (loads, _), (biased_loads, _) in zip(without, biased, strict=True):
+        for run in (loads, biased_loads):
+            assert ep.imbalance(run[:5]) > 2
+        assert ep.imbalance(biased_loads[-last:]) <= 1.2  # of the worst layer
+        for number in range(4):
+            assert ep.imbalance(loads[-last:, [number]]) > 1.2
+    mean, biased_mean = (sum(loss for _, loss in runs) / 2 for runs in (without, biased))
+    assert biased_mean < 1.01 * mean

@@ -794,7 +794,7 @@ def count_worker(dp_size, cp_size):
 def test_counts_losses_and_norms_do_not_depend_on_the_layout():
     results = {}
     dp.standard_library()  # read before the fork, for all ranks
-    for layout in [(1, 1), (4, 1), (2, 2), (1, 4)]:
+    for layout in [(1, 1), (2, 2), (1, 4)]:
         ranks = dp.launch(count_worker, *[math.prod(layout)], *layout, timeout=20)
         assert sum(tokens for tokens, *_ in ranks) == 4 * 24
         assert len({tuple(rest) for _, *rest in ranks}) == 1

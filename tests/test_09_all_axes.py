@@ -1,6 +1,7 @@
 """09 with all its axes: the lattice, random layouts, and the traps of composition one by one."""
 
 import itertools
+import json
 import math
 import random
 import re
@@ -363,6 +364,30 @@ def test_a_run_that_changes_its_layout_goes_on_as_one_device_would(capfd, tmp_pa
         assert kinds.count("buffer") == (4 if "moe" in model else 0)
     assert max(abs(a - b) for a, b in zip(*losses)) < 1e-10
     assert len(set(losses[0])) == 4
+
+
+# --- The timeline ------------------------------------------------------------------------------------
+
+
+def test_the_trace_has_all_ranks_on_one_timeline(capfd, tmp_path):
+    file = tmp_path / "trace.json"
+    argv = f"--pp 2 --dp 2 --model dense --seq 16 --batch 8 --steps 7 --trace {file}".split()
+    assert dp.launch(train, 4, argv, timeout=60) == [0] * 4
+    events = [e for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X"]
+    for rank in range(4):
+        mine = [e for e in events if e["pid"] == rank]
+        names = [e["name"] for e in mine]
+        for i in range(4):  # micro-batches of each traced step
+            assert names.count(f"F{i}") == names.count(f"B{i}") == combined.TRACED
+        assert "wait" in names and names.count("data") == combined.TRACED
+        last = {}
+        for e in sorted(mine, key=lambda e: e["ts"]):  # one thing at a time in each lane
+            if e["name"][0] in "FB":
+                assert e["ts"] >= last.get(e["tid"], 0)
+                last[e["tid"]] = e["ts"] + e["dur"]
+    first = min(e["ts"] for e in events if e["pid"] == 0 and e["name"] == "F0")
+    second = min(e["ts"] for e in events if e["pid"] == 2 and e["name"] == "F0")
+    assert first < second, "the second stage cannot begin before the first"
 
 
 # --- FP8 ---------------------------------------------------------------------------------------------

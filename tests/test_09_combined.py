@@ -190,7 +190,7 @@ def poisoned_run(argv, where):
     return code, poisoned.calls, len(same), all(same)
 
 
-@pytest.mark.parametrize("where, said", [("loss", "first on rank 1"), ("gradient", "in a gradient")])
+@pytest.mark.parametrize("where, said", [("loss", "first on rank 1"), ("gradient", "the gradient of lm_head.weight")])
 def test_what_is_not_finite_stops_all_ranks_and_changes_nothing(capfd, where, said):
     argv = "--dp 3 --steps 5 --seq 24".split()
     assert dp.launch(poisoned_run, 3, argv, where, timeout=60) == [(1, 2, 39, True)] * 3

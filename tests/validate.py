@@ -577,8 +577,8 @@ def planner(facts):
 #
 # Each source counts FLOPs in its own way, so rows are compared by tokens a second and GPU; where
 # only FLOP/s are given they are converted by the source's own count. What a row does not state, the
-# planner chooses, as whoever published a good number did. Three constants are fitted to the rows of
-# the other sources. A row is left out only where it cannot be expressed, and is counted.
+# planner chooses, as whoever published a good number did. Three constants are fitted to the other
+# sources, each counting the same. A row is left out only where it cannot be expressed, and is counted.
 
 GPT = {  # width, heads, layers; two matrices of 4·D in the FFN: as many FLOPs as three of 8/3·D
     "125m": (768, 12, 12), "350m": (1024, 16, 24), "760m": (1536, 12, 24), "1b": (2048, 16, 24),
@@ -718,11 +718,17 @@ def published(facts):
     sources = list(dict.fromkeys(source for source, *_ in usable))
 
     def fitted(some):
-        stated = [(row, s) for _, _, row, s in some if len(row[2]) == 1]
+        by_source = {}  # each source counts the same, however many rows it has
+        for source, _, row, s in some:
+            if len(row[2]) == 1:  # nothing left to choose
+                by_source.setdefault(source, []).append((row, s))
 
         def loss(constants):
             stack = both_precisions(replace(start, **constants))
-            return mean_log_error((published_seconds(stack, row), s) for row, s in stated)
+            return statistics.fmean(
+                mean_log_error((published_seconds(stack, row), s) for row, s in part)
+                for part in by_source.values()
+            )
 
         return search_constants(loss, {name: getattr(start, name) for name in PUBLISHED})
 
