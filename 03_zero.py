@@ -598,7 +598,7 @@ def llama_units(model):
 
 
 def held(stage, flats, units, n, weight=4, gradient=4, master=0, moments=8):
-    """Bytes a rank holds when it takes its step, by kind; and before it, at the most, how many more.
+    """Bytes a rank holds when it takes its step, by kind, and how many more before it at the most.
 
     From stage 2 on, `begin` frees the gradients until backward makes new ones.
     """

@@ -786,6 +786,8 @@ def main():
     parser = argparse.ArgumentParser(description="tensor and sequence parallelism")
     parser.add_argument("--tp", type=int, default=4, help="ranks, when started as plain python")
     args = parser.parse_args()
+    # What recomputation imports at its first use is much: once, before the fork.
+    memory.checkpoint(memory.identity, torch.zeros(1), use_reentrant=False)
     return dp.launch(demo, args.tp, args)[0]
 
 

@@ -239,20 +239,22 @@ def _batch_violations(args):
 
 def _pipeline_violations(args):
     wrong, layers = [], MODELS[args.model].layers
-    stages, v = args.pp * chunks(args), chunks(args)
+    stages, v = args.pp * chunks_a_rank(args), chunks_a_rank(args)
     if layers < stages - 1:
         near = [n for n in range(1, args.pp + 1) if n * v - 1 <= layers]
         wrong.append(f"--pp {args.pp} with {v} chunks a rank is {stages} stages: the {layers}"
                      f" layers of {args.model} are enough for --pp {near[-1] if near else 1}"
                      f"{'' if near or v == 1 else ' with one chunk'}")  # fmt: skip
-    m = micro_batches(args)
+    m = count_micro_batches(args)
     if args.schedule == "interleaved" and m and m % args.pp:
-        near = " or ".join(str(n) for n in (m // args.pp * args.pp, -(-m // args.pp) * args.pp) if n)
+        below = m // args.pp * args.pp
+        near = " or ".join(str(n) for n in (below, below + args.pp) if n)
         wrong.append(f"--schedule interleaved: {m} micro-batches are no multiple of --pp {args.pp}:"
                      f" the nearest are {near}")  # fmt: skip
     if args.schedule.startswith("zb") and args.zero == 3 and args.recompute == "selective":
         wrong.append(f"--schedule {args.schedule} --recompute selective: a deferred weight gradient"
-                     " needs the norm, which --zero 3 has let go: --zero 2, or --recompute none")  # fmt: skip
+                     " needs the norm, which --zero 3 has let go: take --zero 2"
+                     " or --recompute full")  # fmt: skip
     return wrong
 
 
@@ -443,7 +445,8 @@ def compose(args, groups, device):
         cp.use(model, groups["cp"], args.cp_kind)  # 07
     if args.tp > 1:
         tp.cut(model, groups["tp"])  # 04
-    scales = args.fp8 and fp8.use(model, args.fp8, group=groups["tp"] if args.tp > 1 else None)  # 08
+    group = groups["tp"] if args.tp > 1 else None
+    scales = fp8.use(model, args.fp8, group=group) if args.fp8 else None  # 08
     pipeline = make_pipeline(args, groups, model, stages)  # 05
     units = [zero.llama_units(stage) for stage in pipeline.stages.values()]
     cuts = {
@@ -471,23 +474,23 @@ def schedule(args):
     return args.schedule if args.pp > 1 else "1f1b"
 
 
-def chunks(args):
+def chunks_a_rank(args):
     """Stages on each rank of the pipeline."""
     return pp.schedules(args.chunks)[schedule(args)].v
 
 
-def micro_batches(args):
+def count_micro_batches(args):
     return args.batch // args.dp // args.micro_batch
 
 
 def actions(args):
     """For each rank of the pipeline what it does, in order (05)."""
-    return pp.schedules(args.chunks)[schedule(args)].make(args.pp, micro_batches(args))
+    return pp.schedules(args.chunks)[schedule(args)].make(args.pp, count_micro_batches(args))
 
 
 def my_stages(args, rank):
     """The stages on this rank of the pipeline, in the order in which a token meets them."""
-    owners = pp.ranks_of_stages(schedule(args), args.pp, chunks(args))
+    owners = pp.ranks_of_stages(schedule(args), args.pp, chunks_a_rank(args))
     return [stage for stage, owner in enumerate(owners) if owner == rank]
 
 
@@ -496,12 +499,12 @@ def layers_by_stage(args):
     c = MODELS[args.model]
     met = replace(c, ffn=c.ffn * (c.top_k + c.shared)) if has_experts(args) else c
     head = pp.head_flops(c) / pp.block_flops(met, args.seq)
-    return pp.split(c.layers, args.pp * chunks(args), head)
+    return pp.split(c.layers, args.pp * chunks_a_rank(args), head)
 
 
 def table_copies(args):
     """On how many ranks of the pipeline a tied embedding lies."""
-    owners = pp.ranks_of_stages(schedule(args), args.pp, chunks(args))
+    owners = pp.ranks_of_stages(schedule(args), args.pp, chunks_a_rank(args))
     return 2 if MODELS[args.model].tied and owners[0] != owners[-1] else 1
 
 
@@ -591,7 +594,8 @@ def train_step(job, groups, batches, positions, lr, gradients=None, loads=None, 
     copies = dist.get_world_size(groups["tp"])  # each of its ranks has the loss of all its tokens
     auxiliary = sum(moe.loss for moe in ep.moe_layers(model))
     blank = loss.new_zeros((), dtype=torch.float64)
-    stats = torch.stack([loss.double() / copies, optimizer.squares(), blank + auxiliary, blank + stop])
+    loss_here, squares = loss.double() / copies, optimizer.squares()
+    stats = torch.stack([loss_here, squares, blank + auxiliary, blank + stop])
     dist.all_reduce(stats, group=groups["control"])  # what all ranks have to agree on
     norm, finite = stats[1].sqrt(), torch.isfinite(stats).all()
     skip = 1 - finite.float()
@@ -613,7 +617,7 @@ def sent(args, optimizer, groups, loads):
     size = {name: dist.get_world_size(group) for name, group in groups.items()}
     rank = dist.get_rank(groups["pp"])
     costs = weights_sent(args, optimizer, size, rank)
-    m = micro_batches(args)
+    m = count_micro_batches(args)
     for key, (calls, nbytes) in activations_sent(args, rank).items():
         costs[key] = add(costs.get(key), (m * calls, m * nbytes))
     if loads:
@@ -626,7 +630,7 @@ def sent(args, optimizer, groups, loads):
         costs["dp·cp·tp", "all_reduce"] = add(costs.get(("dp·cp·tp", "all_reduce")), cost)
     if args.pp > 1:
         hidden = args.micro_batch * args.seq // args.cp // args.tp * MODELS[args.model].dim
-        shape = args.pp, m, chunks(args), rank, hidden * DTYPES[args.dtype].itemsize
+        shape = args.pp, m, chunks_a_rank(args), rank, hidden * DTYPES[args.dtype].itemsize
         costs["pp", "send"] = pp.sent(args.schedule, *shape)
     # Control: the valid tokens in int64; loss, squared norm, auxiliary loss and stop in float64.
     costs["tokens", "all_reduce"] = dp.sent([8], size["tokens"])
@@ -672,9 +676,10 @@ def add(cost, more):
 def stage_kinds(args, rank):
     """{stage: what each of its layers recomputes} for the stages of this rank of the pipeline."""
     counts = layers_by_stage(args)
+    first = {stage: sum(counts[:stage]) for stage in my_stages(args, rank)}
     return {
-        stage: [memory.kind_of(args.recompute, sum(counts[:stage]) + i) for i in range(counts[stage])]
-        for stage in my_stages(args, rank)
+        stage: [memory.kind_of(args.recompute, i) for i in range(start, start + counts[stage])]
+        for stage, start in first.items()
     }
 
 
@@ -683,7 +688,7 @@ def activations_sent(args, rank):
     over tp, too, the largest numbers that FP8 scales are made of."""
     c, dtype, B, costs = MODELS[args.model], DTYPES[args.dtype], args.micro_batch, {}
     heads = c.heads // args.tp, max(c.kv_heads // args.tp, 1), c.head_dim
-    last = args.pp * chunks(args) - 1
+    last = args.pp * chunks_a_rank(args) - 1
     for stage, kinds in stage_kinds(args, rank).items():
         ends = dict(first=stage == 0, last=stage == last)
         rows = []
@@ -693,8 +698,8 @@ def activations_sent(args, rank):
         for kind in kinds:
             forwards = 2 if kind == "full" else 1
             if args.cp > 1:
-                layer = cp.sent(args.cp_kind, B, args.seq, *heads, args.cp, dtype, forwards=forwards)
-                rows.append(("cp", layer))
+                shape = B, args.seq, *heads, args.cp, dtype
+                rows.append(("cp", cp.sent(args.cp_kind, *shape, forwards=forwards)))
             if has_experts(args) and args.cp * args.tp > 1:  # loads, for the auxiliary loss
                 cost = dp.sent([8 * B * c.experts] * forwards, args.cp * args.tp)
                 rows.append(("cp·tp", {"all_reduce": cost}))
@@ -716,7 +721,7 @@ def linears(c):
 
 def experts_sent(args, group, loads, rank):
     """Calls and bytes to the experts and back in a step, of this rank's loads."""
-    c, n, m = MODELS[args.model], dist.get_world_size(group), micro_batches(args)
+    c, n, m = MODELS[args.model], dist.get_world_size(group), count_micro_batches(args)
     mine, me, cost = torch.stack(loads), dist.get_rank(group), (0, 0)
     table = mine.expand(n, *mine.shape)  # of all ranks: (ep, layers, E)
     if n > 1 and dist.get_backend() != "fake":
@@ -758,8 +763,9 @@ class PlainMoE(torch.nn.Module):
         self.config, self.router = c, memory.Linear(c.dim, c.experts)
         self.router.register_buffer("bias", torch.zeros(c.experts, dtype=torch.float32))
         self.experts = torch.nn.Module()
-        for name, shape in [("gate", (c.ffn, c.dim)), ("up", (c.ffn, c.dim)), ("down", (c.dim, c.ffn))]:
-            self.experts.register_parameter(f"{name}_proj", torch.nn.Parameter(torch.empty(c.experts, *shape)))
+        up, down = (c.experts, c.ffn, c.dim), (c.experts, c.dim, c.ffn)
+        for name, shape in [("gate_proj", up), ("up_proj", up), ("down_proj", down)]:
+            setattr(self.experts, name, torch.nn.Parameter(torch.empty(shape)))
         if c.shared:
             self.shared_expert = memory.SwiGLU(replace(c, ffn=c.shared * c.ffn))
 
@@ -793,7 +799,8 @@ def plain_model(args, dtype, device):
     for number, block in model.layers.items():
         block.mlp = PlainMoE(c).to(device)
         for name, p in block.mlp.named_parameters():
-            p.data = memory.initial(f"layers.{number}.mlp.{name}", p.shape, args.seed).to(device, dtype)
+            value = memory.initial(f"layers.{number}.mlp.{name}", p.shape, args.seed)
+            p.data = value.to(device, dtype)
             p.grad_dtype = memory.at_least_fp32(dtype)
     return model, [block.mlp for block in model.layers.values()]
 
@@ -966,7 +973,7 @@ def whole_tensors(args, tensors, groups):
     return whole
 
 
-def whole(args, tensors, groups):
+def as_one_device(args, tensors, groups):
     """The tensors by name as one device has them: on rank 0 all, elsewhere those of its stages."""
     return from_all_stages(whole_tensors(args, tensors, groups), groups)
 
@@ -1015,7 +1022,7 @@ def saved_buffers(model):
 
 
 def buffer_pieces(job, groups):
-    """The same, and FP8's past scales (08), as pieces of a checkpoint; one rank of a stage writes."""
+    """The same, and FP8's past (08), as pieces of a checkpoint; one rank of a stage writes them."""
     owned = dist.get_rank(groups["dp·cp·tp"]) == 0
     scales = job.scales.tensors() if job.scales else {}
     for kind, tensors in (("buffer", dict(saved_buffers(job.model))), ("amax", scales)):
@@ -1103,7 +1110,8 @@ def save(args, step, job, groups, run):
     """Write a checkpoint of `step` steps. If that fails, training goes on; returns the failures."""
     begin = time.perf_counter()
     try:
-        pieces = itertools.chain(job.optimizer.state(boxes(args, groups)), buffer_pieces(job, groups))
+        weights = job.optimizer.state(boxes(args, groups))
+        pieces = itertools.chain(weights, buffer_pieces(job, groups))
         size = zero.save(args.ckpt, step, pieces, run, groups["control"])
     except zero.CheckpointError as error:
         dp.log(f"checkpoint of step {step} not written ({error}); the one before it stands")
@@ -1150,10 +1158,10 @@ def train(args):
         timeline.spans.clear()
         expected = "-"
         if step < check.steps:  # whole tensors take all ranks
-            gradients = [whole(args, job.optimizer.gathered(g), groups) for g in gradients]
+            gradients = [as_one_device(args, job.optimizer.gathered(g), groups) for g in gradients]
             weights = None
             if step + 1 == check.steps:
-                weights = whole(args, own_weights(args, job), groups)
+                weights = as_one_device(args, own_weights(args, job), groups)
             if check.active:
                 expected = f"{check.note(step, loss, norm, auxiliary, gradients, weights):.6f}"
         show_step(step, loss, expected, auxiliary, norm, lr, seconds, waits)
@@ -1212,7 +1220,7 @@ def first_not_finite(args, own, optimizer, groups):
 
 
 def held_table(held):
-    rows = [[k, len(ts), sum(t.numel() * t.element_size() for t in ts)] for k, ts in held.items() if ts]
+    rows = [[kind, len(ts), sum(t.nbytes for t in ts)] for kind, ts in held.items() if ts]
     dp.table(["held between steps", "tensors", "bytes"], rows)
 
 
@@ -1223,7 +1231,7 @@ def describe(args, sizes):
     count = ep.moe_parameters if has_experts(args) else memory.parameter_count
     dp.log(f"{args.model}   {args.dtype}   {count(MODELS[args.model]):,} parameters  "
            f" {args.batch} x {args.seq} tokens"
-           f" = dp {args.dp} x {micro_batches(args)} x {args.micro_batch}")  # fmt: skip
+           f" = dp {args.dp} x {count_micro_batches(args)} x {args.micro_batch}")  # fmt: skip
     if args.pp > 1:
         layers = " ".join(map(str, layers_by_stage(args)))
         dp.log(f"pipeline {args.schedule}, layers by stage {layers}")
@@ -1243,8 +1251,8 @@ class Columns:
     def __init__(self, args, device):
         self.args, self.device = args, device
         self.cpu, self.moe = device.type == "cpu", has_experts(args)
-        dp.log(" step     loss  one device" + "   auxiliary" * self.moe + "   norm       lr  tokens/s"
-               "  a rank" + ("  wait  data" if self.cpu else "    MFU"))  # fmt: skip
+        dp.log(" step     loss  one device" + "   auxiliary" * self.moe + "   norm       lr"
+               "  tokens/s  a rank" + ("  wait  data" if self.cpu else "    MFU"))  # fmt: skip
 
     def __call__(self, step, loss, expected, auxiliary, norm, lr, seconds, waits):
         speed = self.args.batch * self.args.seq / seconds
@@ -1344,7 +1352,7 @@ def next_logits(args, pipeline, groups, ids):
     c, T = MODELS[args.model], ids.shape[1]
     x = torch.nn.functional.pad(ids, (0, -T % args.tp))
     positions, width = torch.arange(x.shape[1], device=x.device), x.shape[1] // args.tp
-    owners = pp.ranks_of_stages(schedule(args), args.pp, chunks(args))
+    owners = pp.ranks_of_stages(schedule(args), args.pp, chunks_a_rank(args))
     for stage, owner in enumerate(owners):  # one after the other; each tells all the result
         if stage in pipeline.stages:
             x = pipeline.stages[stage](x, positions)
@@ -1404,7 +1412,7 @@ def dry_step(args, world):
             train_step(job, groups, batches, positions, args.lr)
         held = job.optimizer.tensors()
     if has_experts(args):
-        load = torch.tensor(even_load(args)) * micro_batches(args)
+        load = torch.tensor(even_load(args)) * count_micro_batches(args)
         loads = [load] * len(ep.moe_layers(job.model))
     return SimpleNamespace(held=held, activations=most[0], peak=live.peak, wire=wire,
                            flops=(flops.matmuls, flops.attention),
@@ -1461,10 +1469,7 @@ def dry_run(args, world):
     step, sizes = dry_step(args, world), layout(args)
     axes = " · ".join(f"{axis} {n}" for axis, n in sizes.items())
     print(f"09 dry run   rank {args.rank} of {world} = {axes}   {args.model}   {args.dtype}\n")
-    dp.table(
-        ["held", "tensors", "bytes"],
-        [[n, len(ts), sum(t.numel() * t.element_size() for t in ts)] for n, ts in step.held.items()],
-    )
+    held_table(step.held)
     print(f"\nkept for backward: {step.activations:,} bytes; the fullest moment: {step.peak:,}")
     print(f"FLOPs: {step.flops[0]:,} in matmuls, {step.flops[1]:,} in attention")
     if has_experts(args):

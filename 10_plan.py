@@ -214,7 +214,7 @@ class Layout:
     @property
     def m(self):
         """Micro-batches a step."""
-        return combined.micro_batches(self)
+        return combined.count_micro_batches(self)
 
     @property
     def v(self):

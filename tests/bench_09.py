@@ -100,7 +100,7 @@ def theirs(group):
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     args, groups, batches = layout_and_data()
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
-    rank, m = mesh["pp"].get_local_rank(), combined.micro_batches(args)
+    rank, m = mesh["pp"].get_local_rank(), combined.count_micro_batches(args)
     counts = combined.layers_by_stage(args)
     numbers = range(sum(counts[:rank]), sum(counts[: rank + 1]))
     stage = Stage(args.seq, set(map(str, numbers)), rank == 0, rank == 1)

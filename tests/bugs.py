@@ -22,9 +22,9 @@ IDS = {
     "09": "145 146 148 149 150 151 152 153",
     "X": "156 157 158 159 161 162 163 164 165 166 167",
 }
-WRITTEN = ["01", "02", "03", "04", "05", "07", "09"]  # chapters whose every id has to be mapped
+WRITTEN = ["01", "02", "03", "04", "05", "06", "07", "08", "09"]  # chapters whose every id has to be mapped
 
-NINE = "test_09_all_axes::test_"
+NINE, FP8 = "test_09_all_axes::test_", "test_08_fp8::test_"
 FILES = "01_memory", "02_dp", "03_zero", "03_checkpoint", "04_tp_sp", "09_tp", "05_pp", "06_ep", "07_cp_ring"
 MEMORY, DP, ZERO, CKPT, TP, NINE_TP, PP, EP, CP = (f"test_{file}::test_" for file in FILES)
 
@@ -160,6 +160,25 @@ TESTS = {  # id: names of tests, "file::test"
          f" {CKPT}a_full_disk_fails_on_all_ranks_alike_and_training_goes_on",
     167: f"{CKPT}the_same_layout_goes_on_bit_for_bit {CKPT}bf16_goes_on_bit_for_bit"
          f" {CKPT}training_goes_on_in_another_layout",
+    100: "test_06_ep::test_one_norm_for_experts_and_all_else",
+    101: "test_06_ep::test_a_stage_without_experts_clips_and_ends_its_step_with_the_others",
+    131: f"{FP8}zeros_subnormals_and_values_that_are_not_finite"
+         f" {FP8}one_huge_outlier_spoils_its_block_only",
+    134: f"{FP8}pipelines_do_not_hang_and_compute_the_same",
+    135: f"{FP8}history_rolls_with_use_and_a_spike_leaves_after_its_length"
+         f" {FP8}evaluation_and_infinities_leave_no_trace",
+    137: f"{FP8}sizes_that_no_block_divides_are_padded_exactly"
+         f" {FP8}torch_s_own_fp8_product_is_the_emulation",
+    138: f"{FP8}a_cut_model_is_the_model_of_one_device",
+    139: f"{FP8}errors_on_outliers_and_the_format_of_gradients",
+    140: f"{FP8}a_resumed_run_goes_on_with_its_scales"
+         f" {FP8}without_its_history_a_resumed_run_is_another"
+         f" {NINE}an_fp8_run_goes_on_in_another_layout",
+    141: f"{FP8}seven_linears_of_each_block_and_nothing_else {FP8}an_unknown_name_is_an_error"
+         f" {FP8}kept_out_by_name_also_on_a_stage_that_lacks_it",
+    142: f"{FP8}finite_is_what_each_format_says"
+         f" {FP8}overflow_saturates_and_what_is_not_finite_is_seen",
+    143: f"{FP8}no_product_accumulates_fast",
     145: f"{NINE}layouts_compute_what_one_device_does",
     146: f"{NINE}layouts_compute_what_one_device_does",
     148: f"{NINE}layouts_compute_what_one_device_does {NINE_TP}layouts_compute_what_one_device_does",

@@ -64,12 +64,12 @@ def cell(args, groups, sample, expected):
         if combined.has_experts(args):
             ours["loss"][f"auxiliary, {key}"] = auxiliary
         for kind, shards in zip(("gradient", "clipped"), gradients):
-            whole = combined.whole(args, job.optimizer.gathered(shards), groups)
+            whole = combined.as_one_device(args, job.optimizer.gathered(shards), groups)
             ours[kind] |= {f"{name}, {key}": g for name, g in whole.items()}
         if step == 0:
             wrong += miscounted(wire, combined.sent(args, job.optimizer, groups, loads))
     own = combined.own_weights(args, job)
-    ours["weight"] = combined.whole(args, own, groups)
+    ours["weight"] = combined.as_one_device(args, own, groups)
     differing = combined.replicas_differ(own, combined.boxes(args, groups))
     wrong += [f"{name} differs between ranks" for name in differing]
     errors = {}

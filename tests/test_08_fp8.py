@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 
 import numpy as np
@@ -245,7 +244,9 @@ def test_sizes_that_no_block_divides_are_padded_exactly(name, m, k, n):
     x, w, dy = random(m, k, dtype=F64), random(n, k, seed=1, dtype=F64), random(m, n, seed=2, dtype=F64)
 
     def pad(t):
-        return torch.nn.functional.pad(t, (0, up(t.shape[1]) - t.shape[1], 0, up(t.shape[0]) - t.shape[0]))
+        larger = t.new_zeros(up(t.shape[0]), up(t.shape[1]))
+        larger[: t.shape[0], : t.shape[1]] = t
+        return larger
 
     X, W, DY = map(pad, (x, w, dy))
     for ours, padded in (
@@ -740,8 +741,7 @@ def make_adamw(matrices, vectors, lr=1e-3):
     return torch.optim.AdamW(groups, lr=lr, fused=True)
 
 
-def make_fp8(matrices, vectors):
-    return fp8.fp8_adamw(matrices, vectors)
+make_fp8 = fp8.fp8_adamw
 
 
 def trainer(recipe, stage, make, dtype=F64):
@@ -769,11 +769,15 @@ def train_on(model, state, optimizer, steps, T=32):
     return losses, {name: g.clone() for name, g in grads.items()}
 
 
+def weights_of(optimizer):
+    whole = optimizer.gathered([flat.shard for flat in optimizer.flats])
+    return {name: w.clone() for name, w in whole.items()}
+
+
 def shard_and_train(recipe, stage):
     made = trainer(recipe, stage, make_adamw)
     losses, grads = train_on(*made, range(3), T=64)
-    weights = made[2].gathered([flat.shard for flat in made[2].flats])
-    return losses, grads, {name: w.clone() for name, w in weights.items()}
+    return losses, grads, weights_of(made[2])
 
 
 @pytest.mark.parametrize("recipe, stage, n", [("delayed", 3, 2), ("block", 3, 2), ("block", 1, 2)])
@@ -803,8 +807,7 @@ def straight(recipe, stage, directory):
     train_on(*made, range(2))
     zero.save(directory, 2, all_pieces(*made[1:]), {}, dist.group.WORLD)
     losses, _ = train_on(*made, range(2, 4))
-    weights = made[2].gathered([flat.shard for flat in made[2].flats])
-    return losses, {n: w.clone() for n, w in weights.items()}, {n: t.clone() for n, t in made[1].tensors().items()}
+    return losses, weights_of(made[2]), {n: t.clone() for n, t in made[1].tensors().items()}
 
 
 def resumed(recipe, stage, directory):
@@ -815,17 +818,18 @@ def resumed(recipe, stage, directory):
     made[2].spread(frozen=True)
     made[1].filled()
     losses, _ = train_on(*made, range(2, 4))
-    weights = made[2].gathered([flat.shard for flat in made[2].flats])
-    return losses, {n: w.clone() for n, w in weights.items()}, {n: t.clone() for n, t in made[1].tensors().items()}
+    return losses, weights_of(made[2]), {n: t.clone() for n, t in made[1].tensors().items()}
 
 
 @pytest.mark.parametrize("ranks, stage", [(2, 3), (2, 1), (1, 0)])
 def test_a_resumed_run_goes_on_with_its_scales(ranks, stage, tmp_path):
     """The same bits in the same layout; in another (ranks, ZeRO stage) to float64's rounding."""
     right = dp.launch(straight, 2, "delayed", 3, tmp_path, timeout=60)[0]
-    for losses, weights, tensors in dp.launch(resumed, ranks, "delayed", stage, tmp_path, timeout=60):
+    bound = 0 if (ranks, stage) == (2, 3) else 1e-10
+    results = dp.launch(resumed, ranks, "delayed", stage, tmp_path, timeout=60)
+    for losses, weights, tensors in results:
         assert losses == pytest.approx(right[0], rel=1e-11)
-        assert dp.worst_error(weights, right[1])[0] < (1e-10 if (ranks, stage) != (2, 3) else 1e-300)
+        assert dp.worst_error(weights, right[1])[0] <= bound
         assert len(tensors) == 42 and dp.worst_error(tensors, right[2])[0] < 1e-6
 
 
@@ -1069,7 +1073,7 @@ def moments_saved(make, stage, directory, steps):
     train_on(*made, range(steps))
     zero.save(directory, steps, made[2].state(), {}, dist.group.WORLD)
     train_on(*made, range(steps, steps + 2))
-    return {n: w.clone() for n, w in made[2].gathered([f.shard for f in made[2].flats]).items()}
+    return weights_of(made[2])
 
 
 def moments_read(make, stage, directory, steps):
@@ -1077,12 +1081,13 @@ def moments_read(make, stage, directory, steps):
     train_on(*made, range(9, 10))
     zero.restore(zero.newest(directory, dist.group.WORLD), made[2], dist.group.WORLD)
     train_on(*made, range(steps, steps + 2))
-    return {n: w.clone() for n, w in made[2].gathered([f.shard for f in made[2].flats]).items()}
+    return weights_of(made[2])
 
 
 def test_fp8_moments_resume_bit_for_bit_and_in_other_layouts(tmp_path):
     right = dp.launch(moments_saved, 2, make_fp8, 3, tmp_path, 2, timeout=60)[0]
-    for make, stage, n, bound in ((make_fp8, 3, 2, 0.0), (make_fp8, 1, 1, 0.02), (make_adamw, 0, 1, 0.02)):
+    layouts = (make_fp8, 3, 2, 0.0), (make_fp8, 1, 1, 0.02), (make_adamw, 0, 1, 0.02)
+    for make, stage, n, bound in layouts:
         for weights in dp.launch(moments_read, n, make, stage, tmp_path, 2, timeout=60):
             assert len(weights) == 21
             assert dp.worst_error(weights, right)[0] <= bound
@@ -1136,6 +1141,7 @@ def test_a_few_steps_on_text():
 def test_three_seeds_of_training_against_bf16():
     result = fp8.compare_training(steps=300, seeds=3, last=50)
     gaps = {name: gap for name, (_, gap) in result.items()}
-    assert gaps["block"] < 0.0025, gaps
-    assert max(gaps[name] for name in ("tensor", "delayed", "mx")) < 0.01, gaps
+    assert gaps["block"] < 0.0025, gaps  # DeepSeek-V3's own bound
     assert gaps["naive"] > 0.05, gaps
+    for name in ("tensor", "delayed", "mx", "block, FP8 moments"):
+        assert gaps[name] < gaps["naive"] / 5, gaps
