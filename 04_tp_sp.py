@@ -14,7 +14,7 @@ Picture                  TP                              TP + SP
           leave          all-reduce    ↑ nothing         reduce-scatter    ↑ all-gather
           + residual     every token   (B, T, D)         its own tokens    (B, T/tp, D)
           ↑ what the same place sends backward. The FFN: the same with gate up ─ silu · ─ down.
-          All ranks of tp are given the same tokens and labels; it is words and weights that are cut.
+          All ranks of tp are given the same tokens and labels. Weights and words are cut, not text.
 Cost      held: matrices / tp, norms whole. TP keeps norms and residuals of every token on every
           rank; with SP all that a block keeps is divided by tp. Sent per block, forward: TP 2
           all-reduce, SP 2 all-gather + 2 reduce-scatter of B·T·D elements, the same bytes;
@@ -421,10 +421,11 @@ def sum_partial_gradients(model, group, sharing=None, sequence=True):
 #   now      x[0] w │ x[3] w │ x[2] w │ x[1] w        (rank 0; "async TP")
 #            ─ x[3] ── x[2] ── x[1]                   a piece arrives while one is worked on
 # The same turned round for matmul and reduce-scatter: the partial sum of a piece visits all ranks,
-# and each computes its addend while the sum is on its way. `cut` stays with the collectives: smaller
-# products only pay where transfers run beside them (a GPU's copy engines), and the seams of 01 would
-# have to know both. Write AsyncColumn.apply(group, x, *weights) for enter and the first matrices,
-# AsyncRow.apply(group, x, w) for the last and leave.
+# and each computes its addend while the sum is on its way.
+#
+# `cut` doesn't use these two, as they replace seam and products at once: smaller products pay only
+# where transfers run beside them. In a module of your own AsyncColumn.apply(group, x, *weights) is
+# `enter` and the first matrices, AsyncRow.apply(group, x, w) the last and `leave`.
 
 
 def pass_on(x, group):
@@ -726,7 +727,7 @@ def show_overlap(group, here, rounds=5):
     waits = [sum(blocked(x, group, work) for _ in range(rounds)) for work in works]
     waits = torch.tensor(waits, device=here)
     dist.all_reduce(waits, group=group)
-    share = 1 - (waits[1] / waits[0]).item()
+    share = max(0.0, 1 - (waits[1] / waits[0]).item())  # ranks without a core of their own
     dp.log(f"\nasync: {share:.0%} of the wait for a gather hides behind 20 ms of work a piece.")
     dp.log("By formula, llama3-70b's gate and up on H100s, in bf16:")
     outputs, H100 = 2 * memory.PRESETS["llama3-70b"].ffn, dict(flops=989e12, element=2)

@@ -22,6 +22,8 @@ Run       python 10_plan.py
           python 10_plan.py --model llama3-70b --dp 8 --tp 8 --pp 4 --zero 1 --seq 8192
           python 10_plan.py --model llama3-70b --gpus 512 --gpu h100 --seq 8192 --batch-tokens 4M
           python 10_plan.py --calibrate mine.json     (then: --hardware mine.json)
+Copy      Hardware, HARDWARE, MEASURED, COLUMN, HOP, interpolate, link, transfer: the seconds of a
+          collective on a cluster. Imports: math, dataclass, replace, lru_cache.
 Read      Megatron-LM (2104.04473), Llama 3 (2407.21783) section 3.3, the Ultra-Scale Playbook,
           hierarchical all-reduce (1807.11205), rooflines (Williams, Waterman, Patterson 2009)
 """
