@@ -6,6 +6,7 @@ from importlib import import_module
 
 import pytest
 from conftest import ROOT, run_script
+from test_forget import NUMBER, paragraph
 
 combined = import_module("09_combined_5d")
 pp = import_module("05_pp_1f1b")
@@ -63,6 +64,13 @@ def test_corrections():
     out = run_script("tests/corrections.py")
     assert out.returncode == 0 and out.stdout.count("\n") > 10, out.stderr
     assert out.stdout in README, "copy what tests/corrections.py prints"
+
+
+def test_errors_are_those_of_the_docstrings():
+    text = " ".join(README.split())
+    for name, what in (("04_tp_sp.py", "gradient is"), ("02_dp.py", "gradients are")):
+        (number,) = re.findall(rf"{what} off by ([\d.]+\d)", text)
+        assert number == re.search(NUMBER, paragraph((ROOT / name).read_text(), "Forget"))[1]
 
 
 def commands():
