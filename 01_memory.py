@@ -27,9 +27,13 @@ Pays      selective: whenever memory matters, it adds no matmul (DeepSeek-V3 doe
 Forget    the fp32 master copy. A step is smaller than bf16 can add to a weight: without the copy
           layers.0.input_layernorm.weight never moves, error 1.00 against fp32 training, while the
           loss after 4 steps is within 0.01 of it. It is also the line that memory sums leave out,
-          4 bytes a parameter: 27 GB are missing in the 114 GB that are often quoted for 7B.
+          4 bytes a parameter, 32 GB of llama3-8b (--model llama3-8b).
 Run       python 01_memory.py
           python 01_memory.py --model llama3-70b --seq 8192 --micro-batch 1 --recompute selective
+Copy      Plain, KeepInput, now, LinearFunction, linear: a linear layer and its seams (section 2).
+          at_least_fp32, NormFunction, CrossEntropyFunction, summed_cross_entropy: functions that
+          keep less than autograd's own. Live: the bytes that are alive while any code runs.
+          Imports: weakref, TorchDispatchMode, tree_leaves.
 Read      Llama 3 (2407.21783), RoPE (2104.09864), GQA (2305.13245), SwiGLU (2002.05202);
           recomputation (1604.06174, 2205.05198), mixed precision (1710.03740), AdamW (1711.05101),
           FLOPs and tokens (2001.08361, 2203.15556), MFU (2204.02311), DeepSeek-V3 (2412.19437)
@@ -1145,14 +1149,14 @@ def report(args):
 def main():
     parser = argparse.ArgumentParser(description="bytes, FLOPs and hours of training on one device")
     parser.add_argument("--model", choices=PRESETS, help="its tables; without: the chapter's story")
-    parser.add_argument("--seq", type=int, default=8192)
-    parser.add_argument("--micro-batch", type=int, default=1)
+    parser.add_argument("--seq", type=int, default=8192, help="tokens of a sequence")
+    parser.add_argument("--micro-batch", type=int, default=1, help="sequences at a time")
     parser.add_argument("--recompute", default="none", help="none, selective, full or full:K")
-    parser.add_argument("--recipe", choices=RECIPES, default="bf16")
+    parser.add_argument("--recipe", choices=RECIPES, default="bf16", help="what dtypes are held in")
     parser.add_argument("--device", default="cpu", help="cuda: measure there, with memory")
     parser.add_argument("--tokens", type=float, help="to train on; 20 a parameter if not said")
     parser.add_argument("--gpu", default="h100", help="whose peak: a100, h100, h200, b200")
-    parser.add_argument("--mfu", type=float, default=0.4)
+    parser.add_argument("--mfu", type=float, default=0.4, help="for the GPU-hours")
     parser.add_argument("--price", type=float, default=2.0, help="dollars for a GPU-hour")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -20,6 +20,9 @@ Forget    the tokens that count. The loss is a sum divided by the number of vali
           lengths every gradient is off (relative error 3.59 in this demo); nothing crashes.
 Run       torchrun --nproc-per-node 4 02_dp.py      (or python 02_dp.py: it starts 4 ranks itself)
           python 02_dp.py --trace dp.json           (then open the file in ui.perfetto.dev)
+Copy      assign, plain, Bucket, Buckets: gradients summed while backward goes on, for any model.
+          _bytes, _all_to_all_single, SENT, _group, Wire: what any code sends. Imports: itertools,
+          Counter, deque, Fraction, TorchDispatchMode.
 Read      PyTorch Distributed (2006.15704), Horovod (1802.05799), deep gradient compression
           (1712.01887), the Ultra-Scale Playbook's chapter on data parallelism
 
@@ -651,10 +654,15 @@ class Buckets:
         buckets = Buckets(model.named_parameters(), group)
         every step:  buckets.start(passes=M); M times loss.backward(); buckets.finish()
 
-    Then p.grad is the sum, in at least fp32, or None if no rank used p. The layout depends on the
-    parameters alone: in reverse order of registration, which is about the order in which backward
-    finishes them. Buckets start in this order on every rank, whatever the order of arrival: one
-    that is full early waits for those before it, or ranks would add different buckets up.
+    Then p.grad is the sum, in at least fp32, or None if no rank used p. Unlike DDP it is a sum, and
+    no mean: divide each loss by the tokens of the global batch (count_valid). Micro-batches before
+    the last send nothing (DDP's no_sync). Weights are never sent: all ranks have to start with the
+    same, as from 01's build.
+
+    The layout depends on the parameters alone: in reverse order of registration, which is about the
+    order in which backward finishes them. Buckets start in this order on every rank, whatever the
+    order of arrival: one that is full early waits for those before it, or ranks would add different
+    buckets up.
 
     on_finished(p, hook) calls hook(p) when p.grad is complete. Autograd's own word is the default;
     it comes too early for a deferred weight gradient (05), then 01's has to be given.

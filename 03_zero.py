@@ -21,6 +21,9 @@ Forget    the sum of the squared norms over the ranks. Each rank then clips its 
           shard's own norm: gradients that were right before are wrong after (relative
           error 4.78 in this demo, at stage 3).
 Run       torchrun --nproc-per-node 4 03_zero.py      (or python 03_zero.py)
+Copy      at_least_fp32, reduce_scatter, reduces_by, all_gather, padded, Flat, Piece, Optimizer,
+          Window, clip_factor: stages 1 to 3 for any model made of units. Imports: itertools, math,
+          partial, NamedTuple.
 Read      ZeRO (1910.02054), PyTorch FSDP (2304.11277)
 
 Letters as in 01 and 02. A unit is what stage 3 gathers at once: embedding, a block, norm and head.
@@ -291,8 +294,12 @@ class Piece(NamedTuple):
 class Optimizer:
     """One torch optimizer on this rank's shards, and the gradients' way there.
 
+        every step:  optimizer.begin(M); M times loss.backward(); optimizer.sum_gradients()
+                     optimizer.scale(clip_factor(optimizer, 1.0, world)); optimizer.step(lr)
+
     units    lists of modules in the order of the forward pass, together the whole model. Each is
-             laid out, gathered and reduced at once
+             laid out, gathered and reduced at once. At stage 3 the first module of a list has to
+             be called first and the last one last, with one tensor as its result
     groups   {name: (shard, same)}: the group that ZeRO cuts this parameter over (None: not cut)
              and a tuple of groups whose ranks hold the same shard. Its gradient is summed over
              both. Stage 0 is all of it in `same`; hybrid ZeRO cuts inside a node, and has the

@@ -14,6 +14,7 @@ Picture                  TP                              TP + SP
           leave          all-reduce    ↑ nothing         reduce-scatter    ↑ all-gather
           + residual     every token   (B, T, D)         its own tokens    (B, T/tp, D)
           ↑ what the same place sends backward. The FFN: the same with gate up ─ silu · ─ down.
+          All ranks of tp are given the same tokens and labels. Weights and words are cut, not text.
 Cost      held: matrices / tp, norms whole. TP keeps norms and residuals of every token on every
           rank; with SP all that a block keeps is divided by tp. Sent per block, forward: TP 2
           all-reduce, SP 2 all-gather + 2 reduce-scatter of B·T·D elements, the same bytes;
@@ -27,6 +28,9 @@ Forget    with SP, the gradients of the norms. Each rank has those of its own to
           sum over tp the loss is right in step 1, and nine gradients are not: a norm's weight
           is off by a relative error 0.424 in this demo.
 Run       torchrun --nproc-per-node 4 04_tp_sp.py      (or python 04_tp_sp.py)
+Copy      at_least_fp32, unchanged, all_reduced, gathered, scattered, Conjugate, enter, leave,
+          column_parallel, row_parallel: pairs of matrices over several ranks, TP or SP. IGNORE,
+          lookup_own, vocab_parallel_cross_entropy, VocabParallelCrossEntropy: the vocabulary too.
 Read      Megatron-LM (1909.08053), sequence parallelism (2205.05198), overlap by decomposition
           (ASPLOS 2023, 10.1145/3567955.3567959); megatron/core/tensor_parallel
 
@@ -418,6 +422,10 @@ def sum_partial_gradients(model, group, sharing=None, sequence=True):
 #            ─ x[3] ── x[2] ── x[1]                   a piece arrives while one is worked on
 # The same turned round for matmul and reduce-scatter: the partial sum of a piece visits all ranks,
 # and each computes its addend while the sum is on its way.
+#
+# `cut` doesn't use these two, as they replace seam and products at once: smaller products pay only
+# where transfers run beside them. In a module of your own AsyncColumn.apply(group, x, *weights) is
+# `enter` and the first matrices, AsyncRow.apply(group, x, w) the last and `leave`.
 
 
 def pass_on(x, group):
@@ -719,7 +727,7 @@ def show_overlap(group, here, rounds=5):
     waits = [sum(blocked(x, group, work) for _ in range(rounds)) for work in works]
     waits = torch.tensor(waits, device=here)
     dist.all_reduce(waits, group=group)
-    share = 1 - (waits[1] / waits[0]).item()
+    share = max(0.0, 1 - (waits[1] / waits[0]).item())  # ranks without a core of their own
     dp.log(f"\nasync: {share:.0%} of the wait for a gather hides behind 20 ms of work a piece.")
     dp.log("By formula, llama3-70b's gate and up on H100s, in bf16:")
     outputs, H100 = 2 * memory.PRESETS["llama3-70b"].ffn, dict(flops=989e12, element=2)

@@ -23,7 +23,8 @@ Cost      p ranks, v chunks of layers on each, m micro-batches; F, I, W the time
             zb-h1        (p-1)·(F+I-W)/m/(F+I+W)     p                      1
             zb-v         (p-1)·F/2/m/(F+I+W)         p                      2
             DualPipe     (p/2-1)·(F+2I-W)/m/(F+I+W)  p + 1, 2x the weights  2
-          (bubble and in_flight have the exact numbers, also for few micro-batches)
+          (bubble and in_flight have the exact numbers, also for few micro-batches; DualPipe is
+          here as a formula only)
 Pays      when a model's weights do not fit and the link between nodes is slow: what is sent is
           B·T·D a micro-batch, not weights. Needs m of several times p, and stages of equal time.
           With ZeRO 0 and 1 a stage's gradients are summed once, after its last backward. ZeRO-2
@@ -34,8 +35,14 @@ Forget    a tied embedding lives on the first *and* the last stage, and each see
           error 0.638 in this demo).
 Run       torchrun --nproc-per-node 4 05_pp_1f1b.py      (or python 05_pp_1f1b.py)
           python 05_pp_1f1b.py --svg pipeline.svg        (the schedules as a picture)
+Copy      Action, afab, one_f_one_b, alternate, Value, Transfer, needs, makes, find_stages, lower,
+          check: schedules with their transfers, and the proof that none waits for ever.
+          at_least_fp32, Left, Pipeline: the executor, for stages of any kind. Imports: NamedTuple,
+          deque, groupby, partial.
 Read      GPipe (1811.06965), PipeDream-Flush (2006.09503), Megatron-LM's interleaving (2104.04473),
           zero bubble (2401.10241), V schedules (2405.15362), DeepSeek-V3's DualPipe (2412.19437)
+
+Letters as in 01; p ranks of the pipeline, v chunks on each, m micro-batches.
 """
 
 import argparse
@@ -60,6 +67,8 @@ dp = import_module("02_dp")
 # --- 1. Schedules: for each rank, what it does in which order -------------------------------------
 #
 # Stages are numbered through the model, 0 to p·v - 1. With one chunk a rank, rank r has stage r.
+# A schedule is a list of Actions for each rank, and nothing else: which rank has a stage follows
+# from who acts on it. Write your own, `lower` it, and `check` says what is wrong with it.
 
 
 class Action(NamedTuple):
@@ -377,8 +386,10 @@ def svg(pictures, unit=12):
                               f'<text x="{x + w / 2}" y="{top + 12}" text-anchor="middle">'
                               f"{action.micro_batch}</text>")  # fmt: skip
         y += 20 + len(spans) * 18 + 12
+    paper = f'<path d="M0 0H{right}V{y}H0z" fill="white"/>'  # or a dark page would hide the titles
+    body = paper + "".join(shapes)
     return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{right}" height="{y}"'
-            f' font-family="sans-serif" font-size="10">{"".join(shapes)}</svg>\n')  # fmt: skip
+            f' font-family="sans-serif" font-size="10">{body}</svg>\n')  # fmt: skip
 
 
 class Schedule(NamedTuple):

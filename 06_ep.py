@@ -18,6 +18,9 @@ Forget    the sum of the experts' gradients over edp, the ranks that hold the sa
           the other ep ranks came by the all-to-all, those of other replicas did not: routing, loss
           and all other gradients are right, an expert's is off (relative error 0.949 in the demo).
 Run       torchrun --nproc-per-node 4 06_ep.py      (or python 06_ep.py)
+Copy      largest, within_nodes, route: the router's choice. Pick, Place, count, splits, Trip, plan,
+          AllToAll, exchanged, dispatch, combine: rows to experts of any kind, and back. Imports:
+          math, dataclass.
 Read      GShard (2006.16668), Switch (2101.03961), ST-MoE (2202.08906), Mixtral (2401.04088),
           DeepSeek-V3 (2412.19437), bias instead of a loss (2408.15664), MegaBlocks (2211.15841)
 
@@ -49,7 +52,9 @@ class Config(memory.Config):
     top_k: int = 2  # k
     shared: int = 0  # experts that take every token, as one FFN of width shared·F
     score: str = "softmax"  # over the experts (Mixtral), or "sigmoid" of each (DeepSeek-V3)
-    renormalise: bool = True  # do a token's k weights sum to 1?
+    # Do a token's k weights sum to 1? With top_k 1 say False: a weight of always 1 tells the router
+    # nothing (Switch takes the probability itself).
+    renormalise: bool = True
     scale: float = 1.0  # of the weights, after that
     balance: float = 0.0  # coefficient of the load-balance loss
     z: float = 0.0  # coefficient of the z-loss
@@ -297,7 +302,9 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, give, take, group, wire):
         ctx.give, ctx.take, ctx.group = give, take, group
-        encode, decode = wire or (memory.identity, memory.identity)
+        if wire is None:
+            return exchanged(x, give, take, group)
+        encode, decode = wire
         return decode(exchanged(encode(x), give, take, group))
 
     @staticmethod

@@ -15,7 +15,8 @@ Cost      Held: what attention keeps of T tokens, divided by n. Sent per rank an
           The ring and the all-gather send the same bytes. The ring holds the keys and values of
           at most 2 other ranks at a time where the all-gather holds those of all, and it computes
           while it sends. Ulysses sends 2·(n-1)/n·B·h·T/n·(2H + 2K') elements forward and backward,
-          which falls with n, but n has to divide the heads.
+          which falls with n, but n has to divide the heads. Weights are whole on every rank and
+          see its tokens only: their gradients are summed over the n ranks too, as over dp (02).
 Pays      when the activations of one sequence do not fit one device. The ring's forward transfers
           are hidden if a rank has T/n ≥ e·(K/H)·F/W tokens (F FLOP/s, W bytes/s, e bytes an
           element): 9,890 tokens at 989 TFLOP/s, 50 GB/s, K/H = 1/4 in bf16.
@@ -23,6 +24,10 @@ Forget    the positions. A rank's tokens are not the first T/n of the sequence; 
           positions RoPE turns each rank's keys as if they were. Nothing crashes, the gradients
           are wrong (relative error 0.865 in this demo).
 Run       torchrun --nproc-per-node 4 07_cp_ring.py      (or python 07_cp_ring.py)
+Copy      chunks, nearest_lengths, part, whole: a sequence in parts. aten, at_least_fp32, merge,
+          written_out, plain_block, plain_block_backward, on_flash, as_bias, block, block_backward,
+          blocks, in_view, forward_blocks, backward_blocks, nothing_yet, pass_on, around, from_all,
+          RingFunction, ring: attention over it. Imports: math.
 Read      Ring Attention (2310.01889), Llama 3 (2407.21783) section 3.3.2, Ulysses (2309.14509),
           FlashAttention-2 (2307.08691)
 
@@ -69,6 +74,7 @@ def part(x, dim, rank, n, zigzag=True):
     """A rank's part of anything that has one entry a token. (…, T, …) -> (…, T/n, …).
 
     Tokens, labels, positions and documents all go through here, so they cannot get out of step.
+    Labels are shifted before (02's Samples): a part's last token has its successor in another part.
     """
     T = x.shape[dim]
     if n == 1:

@@ -7,14 +7,22 @@ Idea      Each chapter changes one thing about the model of 01 or about how its 
 Picture   the order of composition, which is the lesson (see compose below):
           mesh ─ model of this stage (05) ─ experts (06) ─ attention (07) ─ tensor cuts (04)
           ─ FP8 (08) ─ schedule (05) ─ optimizer on shards (03) ─ training steps
-Cost      the sum of the chapters' costs, and three control numbers a step (valid tokens, loss,
-          gradient norm); the table at the end shows measured bytes beside the formulas.
+Cost      the sum of the chapters' costs, and five control numbers a step (valid tokens; loss,
+          gradient norm, auxiliary loss, stop); the table at the end shows measured bytes beside
+          the formulas.
+Pays      when one device is not enough, or one axis: which degrees, is 10's question.
 Forget    the sum of the gradients over dp. Every rank then trains its own model on its own data:
           losses still fall, and the gradients are wrong (relative error 1.89 at two ranks).
 Run       python 09_combined_5d.py --dp 2 --steps 5 --check --dtype float64
           python 09_combined_5d.py --model tiny-moe --dp 2 --pp 2 --cp 2 --tp 2 --ep 4 --check
           torchrun --nproc-per-node 2 09_combined_5d.py --dp 2 --steps 200
+          python 09_combined_5d.py --dry-run --rank 5 --dp 64 --tp 8 --pp 2 --model llama3-70b
+                 --batch 128 --seq 8192 --dtype bfloat16 --zero 1       (one rank of 1,024, here)
+Copy      mesh, expert_groups: the ranks of every group of a layout. Imports: math. (All else here
+          puts the chapters together: copy from them.)
 Read      Megatron-LM (2104.04473), Llama 3 (2407.21783) section 3.3
+
+Letters as in 01; an axis such as "dp·cp" is two taken as one.
 """
 
 import argparse
@@ -129,7 +137,12 @@ def divisors(n):
 
 
 def layout(args):
-    """Degrees by axis, outermost first: neighbouring ranks differ in the last one."""
+    """Degrees by axis, outermost first: neighbouring ranks differ in the last one.
+
+    tp is innermost because it sends most, in every layer, and nothing hides it: its ranks belong on
+    one node. Then cp, every layer too, behind attention; dp, once a step; and pp outermost, which
+    sends least.
+    """
     return {"pp": args.pp, "dp": args.dp, "cp": args.cp, "tp": args.tp}
 
 

@@ -27,6 +27,8 @@ Run       python 10_plan.py
           python 10_plan.py --gpus 8-4096         (the best layout for each power of two)
           python 10_plan.py --dry-run --model llama3-8b --dp 4 --tp 8 --pp 4 --batch 16 --rank 77
           python 10_plan.py --calibrate mine.json                    (then: --hardware mine.json)
+Copy      Hardware, HARDWARE, MEASURED, COLUMN, HOP, interpolate, link, transfer: the seconds of a
+          collective on a cluster. Imports: math, dataclass, replace, lru_cache.
 Read      Megatron-LM (2104.04473), Llama 3 (2407.21783) section 3.3, the Ultra-Scale Playbook,
           hierarchical all-reduce (1807.11205), rooflines (Williams, Waterman, Patterson 2009)
 """

@@ -2,7 +2,7 @@
 # The whole set-up, in a folder of its own (.venv), and everything there is to run:
 #   ./run.sh             train on real text and check against one device
 #   ./run.sh test        the tests, some six minutes;  ./run.sh test full   all of them
-#   ./run.sh 04 --help   one chapter, with its arguments;  ./run.sh all   every one
+#   ./run.sh 04 --help   one chapter, with its arguments;  ./run.sh all   every one, and a table
 #   ./run.sh bench       beside PyTorch's own, all rows, or those whose names begin as you say
 #   ./run.sh scaling     strong and weak scaling on this machine, and where the time goes
 set -euo pipefail
@@ -20,11 +20,17 @@ run() {
     .venv/bin/python "$@"
 }
 
-case "${1:-}" in
-"")
+main_job() {
     run 09_combined_5d.py --model tiny-moe --dp 2 --pp 2 --cp 2 --tp 2 --ep 4 --zero 1 \
         --batch 8 --micro-batch 2 --steps 40 --check
-    ;;
+}
+
+chapter() {
+    if [ "$1" = 09_combined_5d.py ]; then main_job; else run "$1"; fi
+}
+
+case "${1:-}" in
+"") main_job ;;
 test)
     [ "${2:-}" = full ] && set -- test --full
     # Two processes share the tests: one alone leaves a core idle for much of the time.
@@ -38,10 +44,15 @@ test)
     exit $failed
     ;;
 all)
-    for chapter in [0-9][0-9]_*.py; do
-        [ "$chapter" = 09_combined_5d.py ] || run "$chapter"
+    log=$(mktemp) ends=() failed=0
+    for file in [0-9][0-9]_*.py; do
+        begin=$SECONDS
+        chapter "$file" | tee "$log" || failed=1
+        ends+=("$(printf '%4d s   %s' $((SECONDS - begin)) "$(tail -n 1 "$log")")")
     done
-    "$0"
+    rm "$log"
+    printf '%s\n' "" "${ends[@]}"
+    exit $failed
     ;;
 bench) run tests/bench.py "${@:2}" ;;
 scaling) run tests/scaling.py ;;

@@ -5,11 +5,12 @@ import re
 
 import pytest
 from conftest import ROOT, run_script
+from test_readme import check_quoted
 
 CHAPTERS = sorted(ROOT.glob("[0-9][0-9]_*.py"))
 EACH = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
 OWN = {"main", "demo", "held", "sent"}  # every chapter has its own of these
-OWN |= {"build", "train", "train_step", "report", "save", "resume", "use"}  # of 01, 03, 04, 07, 08 and 09
+OWN |= {"build", "train", "train_step", "report", "save", "resume", "use"}  # of several
 
 
 def tree(chapter):
@@ -22,6 +23,7 @@ def test_the_chapter_as_a_user_starts_it(chapter):
     lines = out.stdout.splitlines()
     assert out.returncode == 0 and lines[-1] == f"{chapter.stem} OK", out.stdout + out.stderr
     assert out.stderr == "", "no warnings, no noise"
+    check_quoted(chapter.name, out.stdout)
     assert [line for line in lines if len(line) > 80] == []
 
 
@@ -70,3 +72,40 @@ def test_helpers_that_stand_twice_are_equal():
                 sources.setdefault(node.name, {})[chapter.stem] = ast.unparse(node)
     for name, places in sources.items():
         assert len(set(places.values())) == 1, f"{name} differs between {' and '.join(places)}"
+
+
+# --- tests/questions.md: ten questions a chapter, and where they are answered ---------------------
+
+BOOK = (ROOT / "tests" / "questions.md").read_text()
+ANSWERS = {
+    part.split("\n")[0]: re.findall(r"^\d+\. (.*)\n   (`.*`)$", part, re.M)
+    for part in BOOK.split("\n## ")[1:]
+}
+
+
+def names_in(chapter):
+    """Paragraphs of the docstring, sections, and what is defined at the top or in a class."""
+    text, names = chapter.read_text(), set()
+    names |= set(re.findall(r"^([A-Z]\w+) ", text.split('"""')[1], re.M))
+    names |= {f"section {n}" for n in re.findall(r"^# --- (\d+)\. ", text, re.M)}
+    for node in tree(chapter).body:
+        for target in getattr(node, "targets", ()):
+            names |= {n.id for n in ast.walk(target) if isinstance(n, ast.Name)}
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+            names |= {f"{node.name}.{f.name}" for f in getattr(node, "body", ())
+                      if isinstance(f, ast.FunctionDef)}  # fmt: skip
+    return names
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_ten_questions_and_where_they_are_answered(name):
+    assert len(ANSWERS[name]) == 10
+    assert len({question for question, _ in ANSWERS[name]}) == 10
+    quoted = re.findall(r"`([^`]+)`", " ".join(answer for _, answer in ANSWERS[name]))
+    missing = set(quoted) - names_in(ROOT / name)
+    assert not missing, f"{name} has no {sorted(missing)}"
+
+
+def test_every_chapter_has_questions():
+    assert {path.name for path in CHAPTERS} == ANSWERS.keys()
