@@ -664,7 +664,7 @@ def activations(lay, place):
     for stage, row in combined.stage_kinds(lay, place).items():
         one = tp.held(replace(met_by_a_token(c), layers=1), B, T, dtype, lay.tp, kinds=["none"])
         kept = one["rope angles"] if row else 0
-        kept += sum(block_bytes(lay, kind) for kind in row)
+        kept += sum(layer_bytes(lay, kind) for kind in row)
         if stage == 0 and lay.tp > 1:
             kept += one["embedding"]
         if stage == last:
@@ -675,7 +675,7 @@ def activations(lay, place):
     return result
 
 
-def block_bytes(lay, kind):
+def layer_bytes(lay, kind):
     """What a block keeps of a micro-batch on a rank, whatever cuts it: 01, 04, 06, 07 together."""
     c, dtype, B = MODELS[lay.model], combined.DTYPES[lay.dtype], lay.micro_batch
     T, e = lay.seq // lay.cp, dtype.itemsize
@@ -718,7 +718,8 @@ def temporaries(lay, rank):
     then goes into the buffer of its flat, while that of the flat before may still travel.
     """
     c, dtype, place = MODELS[lay.model], combined.DTYPES[lay.dtype], rank // (lay.world // lay.pp)
-    e, wide, n = dtype.itemsize, memory.at_least_fp32(dtype).itemsize, lay.micro_batch * lay.seq // lay.cp
+    e, wide = dtype.itemsize, memory.at_least_fp32(dtype).itemsize
+    n = lay.micro_batch * lay.seq // lay.cp
     hidden, made, V = n * c.dim * e, e + wide * (e < wide), -(-c.vocab // lay.tp)
     entered = 2 * hidden if lay.tp > 1 else 0  # x gathered again, and its gradient before the sum
     moving = pp.Pipeline.IN_THE_AIR * hidden // lay.tp if lay.pp > 1 else 0
@@ -751,15 +752,15 @@ def temporaries(lay, rank):
             logits, few = n * V * e, min(n, memory.CrossEntropyFunction.ROWS)
             at["loss"] = logits + few * V * wide + moving
             at["head"] = large(units[-1]) + max(entered, hidden) - logits + moving
-            gone = activations(lay, place)[stage] - sum(block_bytes(lay, kind) for kind in row)
+            gone = activations(lay, place)[stage] - sum(layer_bytes(lay, kind) for kind in row)
         blocks = units[stage == 0 :][: len(row)]
         for kind, unit in reversed(list(zip(row, blocks))):
-            again = block_bytes(lay, "none") - block_bytes(lay, "full") if kind == "full" else 0
+            again = layer_bytes(lay, "none") - layer_bytes(lay, "full") if kind == "full" else 0
             used = 0 if kind == "selective" else part  # silu(gate) · up
             flowing = 2 * part + entered + hidden // lay.tp
             most = again + flowing - used + weight * made + buffers(unit) + moving - gone
             at[f"ffn, recomputing {kind}"] = max(at.get(f"ffn, recomputing {kind}", most), most)
-            gone += block_bytes(lay, kind)
+            gone += layer_bytes(lay, kind)
         if stage == 0:
             at["embedding"] = large(units[0]) + hidden - gone + moving
     return at
