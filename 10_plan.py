@@ -827,7 +827,7 @@ def sent(lay, rank):
         shape = lay.pp, lay.m, lay.v, place, hidden * combined.DTYPES[lay.dtype].itemsize
         costs["pp", "send"] = pp.sent(lay.schedule, *shape)
     costs["tokens", "all_reduce"] = dp.sent([8], sizes["tokens"])
-    costs["control", "all_reduce"] = dp.sent([24], sizes["control"])
+    costs["control", "all_reduce"] = dp.sent([32], sizes["control"])
     return {key: cost for key, cost in costs.items() if cost[1]}
 
 
