@@ -921,11 +921,11 @@ CUT_BY = {
     "gradients": "tp, pp, ep; dp·cp from ZeRO-2 on",
     "master copy": "tp, pp, ep; dp·cp from ZeRO-1 on",
     "moments": "tp, pp, ep; dp·cp from ZeRO-1 on",
-    "activations": "tp, cp; not by pp, which keeps several micro-batches",
+    "activations": "tp, cp; not pp: several are kept",
     "logits and loss": "tp, cp; on the last stage alone",
 }
 WHY = {
-    "products": "FLOPs / the rate that products reach, and traffic",
+    "products": "FLOPs / their rate, and traffic",
     "attention": "its FLOPs / the rate of its kernel",
     "elementwise": "bytes / memory bandwidth",
     "recomputed": "forward passes again",
@@ -935,10 +935,10 @@ WHY = {
     "ep": "nothing hides it",
     "waiting for the host": "launches take longer than the work",
     "gradients, each time": "ZeRO-2 and 3 sum them every micro-batch",
-    "weights gathered": "ZeRO-3, twice a micro-batch; what is not hidden",
-    "pipeline fill": "idle until all stages have work, and after",
+    "weights gathered": "ZeRO-3, twice a micro-batch",
+    "pipeline fill": "idle until all stages have work",
     "pipeline transfers": "until the last stage has its first",
-    "gradients": "once a step; what the last backward does not hide",
+    "gradients": "what the last backward does not hide",
     "weights spread": "after the step, from those who own them",
     "optimizer": "bytes / memory bandwidth",
     "other": "clipping, logging, the next batch",
@@ -1250,7 +1250,7 @@ def check_dry_run(lay, rank):
     wrong = [kind for kind, (ours, theirs) in pairs.items() if ours != theirs]
     most, instant, unseen = fullest(lay, rank)
     off = found.peak / (most - unseen) - 1
-    print(f"fullest moment: {instant}, {most:,} by formula, {off:+.1%} measured;")
+    print(f"fullest: {instant}, {most:,} by formula, {off:+.1%} measured;")
     print("temporaries: " + ", ".join(f"{k} {n:,}" for k, n in temporaries(lay, rank).items()))
     return wrong + ["calls"] * (sent(lay, rank) != wire)
 
