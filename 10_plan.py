@@ -739,9 +739,9 @@ def temporaries(lay, rank):
         pairs = [(flat.length, before[id(flat)]) for flat in unit if flat.n > 1]
         return wide * max((size + (b.length if b else 0) for size, b in pairs), default=0)
 
-    def large(unit):
-        """A gradient of V·D: being accumulated, or on its way into the buffer."""
-        return max(V * c.dim * made, V * c.dim * wide + buffers(unit))
+    def large(unit, beside):
+        """A gradient of V·D: being accumulated, or, with less beside it, going into its buffer."""
+        return max(V * c.dim * made + beside, V * c.dim * wide + buffers(unit) + hidden)
 
     at, last = {}, lay.pp * lay.v - 1
     for (stage, row), units in zip(combined.stage_kinds(lay, place).items(), layout.stages):
@@ -750,7 +750,7 @@ def temporaries(lay, rank):
         if stage == last:
             logits, few = n * V * e, min(n, memory.CrossEntropyFunction.ROWS)
             at["loss"] = logits + few * V * wide + moving
-            at["head"] = large(units[-1]) + max(entered, hidden) - logits + moving
+            at["head"] = large(units[-1], max(entered, hidden)) - logits + moving
             gone = activations(lay, place)[stage] - sum(kept_by_block(lay, kind) for kind in row)
         blocks = units[stage == 0 :][: len(row)]
         for kind, unit in reversed(list(zip(row, blocks))):
@@ -761,7 +761,7 @@ def temporaries(lay, rank):
             at[f"ffn, recomputing {kind}"] = max(at.get(f"ffn, recomputing {kind}", most), most)
             gone += kept_by_block(lay, kind)
         if stage == 0:
-            at["embedding"] = large(units[0]) + hidden - gone + moving
+            at["embedding"] = large(units[0], hidden) - gone + moving
     return at
 
 
