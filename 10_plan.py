@@ -234,18 +234,19 @@ class Layout:
         axes = [f"{a}{getattr(self, a)}" for a in ("dp", "cp", "tp", "pp", "ep")]
         parts = [a for a in axes if not a.endswith("1") or a[2:] != "1"] or ["dp1"]
         parts += [f"z{self.zero}", f"{self.m}x{self.micro_batch}"]
-        parts += [self.recompute] * (self.recompute != "none")
-        return " ".join(parts + [self.schedule] * (self.pp > 1 and self.schedule != "1f1b"))
+        parts += [self.recompute.replace("selective", "sel")] * (self.recompute != "none")
+        way = f"v{self.chunks}" if self.schedule == "interleaved" else self.schedule
+        return " ".join(parts + [way] * (self.pp > 1 and way != "1f1b"))
 
 
-def has_experts(c):
+def is_mixture(c):
     return isinstance(c, ep.Config)
 
 
 @lru_cache(None)
 def met_by_a_token(c):
     """The dense model with as wide an FFN as a token's experts together."""
-    if not has_experts(c):
+    if not is_mixture(c):
         return c
     dense = {f.name: getattr(c, f.name) for f in fields(memory.Config)}
     return memory.Config(**dense | {"ffn": c.ffn * (c.top_k + c.shared)})
@@ -271,12 +272,12 @@ def stages(c, p, v, T):
 
 
 @lru_cache(None)
-def parameters(c, tp_, ep_, layers, first, last):
+def sizes_on_rank(c, tp_, ep_, layers, first, last):
     """Numbers on a rank: (of experts, which edp shares, and of all else, which dp·cp shares)."""
     K = max(c.kv_heads // tp_, 1)  # with fewer heads than ranks, several hold the same
     block = 2 * c.dim * (c.heads // tp_ + K) * c.head_dim + 2 * c.dim
     experts = 0
-    if has_experts(c):
+    if is_mixture(c):
         block += c.dim * c.experts + 3 * c.dim * c.ffn * c.shared
         experts = 3 * c.dim * c.ffn * c.experts // ep_
     else:
@@ -296,7 +297,7 @@ def kinds(recompute, layers):
 @lru_cache(None)
 def block_kept(c, st, B, T, tp_, ep_, kind):
     """Bytes a block keeps of a micro-batch (T: of this rank's part of the sequence)."""
-    if has_experts(c):  # under tp every rank routes its own part of the sequence
+    if is_mixture(c):  # under tp every rank routes its own part of the sequence
         kept = ep.held(c, B, T // tp_, BF16, ep_, kind)
     else:
         kept = tp.held(replace(c, layers=1), B, T, BF16, tp_, kinds=[kind])["blocks"]
@@ -309,7 +310,7 @@ def held(hw, st, lay, rank=0):
     """Bytes by kind on a rank of the pipeline at the fullest moment of a step."""
     c, n = MODELS[lay.model], lay.dp * lay.cp
     stage = layers, first, last = stages(c, lay.pp, lay.v, lay.seq)[rank]
-    sizes = parameters(c, lay.tp, lay.ep, *stage)
+    sizes = sizes_on_rank(c, lay.tp, lay.ep, *stage)
     ranks = n * lay.tp // lay.ep, n  # over which ZeRO cuts them
     cut = {s: sum(p / (r if lay.zero >= s else 1) for p, r in zip(sizes, ranks)) for s in (1, 2, 3)}
     T = lay.seq // lay.cp
@@ -319,7 +320,7 @@ def held(hw, st, lay, rank=0):
     )
     flying = pp.in_flight(lay.schedule, lay.pp, lay.m, lay.v, rank) / lay.v
     logits = lay.micro_batch * T * -(-c.vocab // lay.tp) * (2 * E + st.logit)  # with their gradient
-    one = max(parameters(c, lay.tp, lay.ep, 1, False, False)[1], 0)
+    one = max(sizes_on_rank(c, lay.tp, lay.ep, 1, False, False)[1], 0)
     return {
         "parameters": cut[3] * E + (2 * one * E if lay.zero == 3 else 0),
         "gradients": cut[2] * (WIDE + st.gradient) + (2 * one * WIDE if lay.zero > 1 else 0),
@@ -343,7 +344,7 @@ def room(hw, st):
 # --- 5. What a micro-batch takes ------------------------------------------------------------------
 
 
-def product(hw, st, n, k, m, weights=1, fp8=False):
+def matmul_seconds(hw, st, n, k, m, weights=1, fp8=False):
     """Seconds of (n, k) x (k, m): arithmetic, then the traffic that makes thin matrices slow."""
     rate = (hw.fp8 if fp8 else hw.peak) * hw.sustained * st.matmul
     return 2 * n * k * m / rate + E * (n * k + weights * k * m + n * m) / hw.hbm
@@ -354,7 +355,7 @@ def block_seconds(c, hw, st, B, T, cp_, tp_, ep_):
     """Seconds of a block's forward pass on a GPU by kind of work; nothing else computed."""
     n, H, K = B * T // cp_, c.heads // tp_, max(c.kv_heads // tp_, 1)
     shapes = [(n, c.dim, (H + 2 * K) * c.head_dim), (n, H * c.head_dim, c.dim)]
-    if has_experts(c):
+    if is_mixture(c):
         rows, own = n // tp_ * c.top_k, c.experts // ep_  # the load is taken to be even
         shapes += [(rows, c.dim, 2 * c.ffn, own), (rows, c.ffn, c.dim, own)]
         ffn = 2 * c.ffn * c.top_k / tp_
@@ -365,7 +366,7 @@ def block_seconds(c, hw, st, B, T, cp_, tp_, ep_):
     # Numbers read or written for a token: two norms and two sums, the rotation, SwiGLU.
     touched = 14 * c.dim / tp_ + 6 * (H + K) * c.head_dim + 1.5 * ffn
     return {
-        "products": sum(product(hw, st, *shape, fp8=st.fp8) for shape in shapes),
+        "products": sum(matmul_seconds(hw, st, *shape, fp8=st.fp8) for shape in shapes),
         "attention": 4 * pairs * H * c.head_dim / (hw.peak * hw.sustained * st.attention),
         "elementwise": st.passes * E * n * touched / hw.hbm,
     }
@@ -375,7 +376,7 @@ def block_seconds(c, hw, st, B, T, cp_, tp_, ep_):
 def head_seconds(c, hw, st, n, tp_):
     """Forward and backward of head and loss."""
     V = -(-c.vocab // tp_)
-    return 3 * product(hw, st, n, c.dim, V) + st.passes * 50 * n * V / hw.hbm
+    return 3 * matmul_seconds(hw, st, n, c.dim, V) + st.passes * 50 * n * V / hw.hbm
 
 
 @lru_cache(None)
@@ -434,7 +435,7 @@ def micro_batch(hw, st, lay, stage, nodes):
 def sharded(hw, st, lay, stage, nodes, busy):
     """What ZeRO-2 and 3 send for every micro-batch, beyond what `busy` seconds of work hide."""
     n, lines = lay.dp * lay.cp, {}
-    total = sum(parameters(MODELS[lay.model], lay.tp, lay.ep, *stage)) * (n - 1) / n
+    total = sum(sizes_on_rank(MODELS[lay.model], lay.tp, lay.ep, *stage)) * (n - 1) / n
     if lay.zero >= 2 and lay.m > 1 and n > 1:
         t = transfer(hw, stage[0], total * WIDE, n, lay.tp, nodes, "reduce_scatter")
         lines["gradients, each time"] = max(t - st.behind * busy * 2 / 3, 0.1 * t)
@@ -449,7 +450,7 @@ def sharded(hw, st, lay, stage, nodes, busy):
 
 def once(hw, st, lay, stage, nodes, backward):
     """What happens once a step: gradients summed, optimizer, weights spread."""
-    n, P = lay.dp * lay.cp, sum(parameters(MODELS[lay.model], lay.tp, lay.ep, *stage))
+    n, P = lay.dp * lay.cp, sum(sizes_on_rank(MODELS[lay.model], lay.tp, lay.ep, *stage))
     lines = {"optimizer": P / (n if lay.zero else 1) * (8 * WIDE + E) / hw.hbm}
     if n == 1 or lay.zero == 3:
         return lines
@@ -467,7 +468,7 @@ def once(hw, st, lay, stage, nodes, backward):
 
 
 @lru_cache(None)
-def bubble(schedule, p, m, v):
+def idle_share(schedule, p, m, v):
     return float(pp.bubble(schedule, p, m, v))
 
 
@@ -503,7 +504,7 @@ def estimate(hw, st, lay):
     if lay.pp > 1:
         # 05's bubble is for equal stages. The slowest one waits for the others' first micro-batch.
         others = (sum(total[stage] for stage in parts) - total[slowest]) / (lay.pp - 1)
-        lines["pipeline fill"] = others * lay.m * bubble(lay.schedule, lay.pp, lay.m, lay.v)
+        lines["pipeline fill"] = others * lay.m * idle_share(lay.schedule, lay.pp, lay.m, lay.v)
         hidden = lay.micro_batch * lay.seq // lay.cp // lay.tp * c.dim * E
         hop = transfer(hw, 1, hidden, 2, lay.dp * lay.cp * lay.tp, nodes, "send")
         lines["pipeline transfers"] = 2 * hop * (lay.pp - 1)
@@ -540,7 +541,7 @@ def degrees(c, hw, gpus, batch, seq, fixed):
                 d = gpus // t // p // k
                 if batch % d or fixed.get("dp", d) != d:
                     continue
-                experts = divisors(c.experts) if has_experts(c) else [1]
+                experts = divisors(c.experts) if is_mixture(c) else [1]
                 for e in allowed("ep", [n for n in experts if d * k * t % n == 0]):
                     yield d, k, t, p, e
 
@@ -576,8 +577,8 @@ def search(hw, st, model, gpus, batch, seq, fixed=None):
 def block_shapes(c):
     """{name: whole shape} of the parameters of a block, in the order in which modules have them."""
     with torch.device("meta"):
-        block = memory.Block(replace(c, ffn=0) if has_experts(c) else c)
-        if has_experts(c):
+        block = memory.Block(replace(c, ffn=0) if is_mixture(c) else c)
+        if is_mixture(c):
             block.mlp = ep.MoE(c)
     return {name: tuple(p.shape) for name, p in block.named_parameters()}
 
@@ -664,7 +665,7 @@ def activations(lay, place):
     for stage, row in combined.stage_kinds(lay, place).items():
         one = tp.held(replace(met_by_a_token(c), layers=1), B, T, dtype, lay.tp, kinds=["none"])
         kept = one["rope angles"] if row else 0
-        kept += sum(block_bytes(lay, kind) for kind in row)
+        kept += sum(kept_by_block(lay, kind) for kind in row)
         if stage == 0 and lay.tp > 1:
             kept += one["embedding"]
         if stage == last:
@@ -675,7 +676,7 @@ def activations(lay, place):
     return result
 
 
-def block_bytes(lay, kind):
+def kept_by_block(lay, kind):
     """What a block keeps of a micro-batch on a rank, whatever cuts it: 01, 04, 06, 07 together."""
     c, dtype, B = MODELS[lay.model], combined.DTYPES[lay.dtype], lay.micro_batch
     T, e = lay.seq // lay.cp, dtype.itemsize
@@ -685,7 +686,7 @@ def block_bytes(lay, kind):
         kept, _ = cp.held(lay.cp_kind, B, lay.seq, H, K, c.head_dim, lay.cp, dtype)
         ring, _ = cp.held("ring", B, lay.seq, H, K, c.head_dim, lay.cp, dtype)
         more = kept - ring
-    if not has_experts(c):
+    if not is_mixture(c):
         return tp.held(replace(c, layers=1), B, T, dtype, lay.tp, kinds=[kind])["blocks"] + more
     n = B * T // lay.tp
     load = combined.even_load(lay)
@@ -707,7 +708,7 @@ def kept_at_most(lay, rank):
             most = max(most, flying + summed)
         else:
             flying -= kept[action.stage]
-            summed = wide * layers if has_experts(c) else 0  # the auxiliary losses up to now
+            summed = wide * layers if is_mixture(c) else 0  # the auxiliary losses up to now
     return most + 8 + wide  # the valid tokens of the batch, the loss up to now
 
 
@@ -718,11 +719,12 @@ def temporaries(lay, rank):
     then goes into the buffer of its flat, while that of the flat before may still travel.
     """
     c, dtype, place = MODELS[lay.model], combined.DTYPES[lay.dtype], rank // (lay.world // lay.pp)
-    e, wide, n = dtype.itemsize, memory.at_least_fp32(dtype).itemsize, lay.micro_batch * lay.seq // lay.cp
+    e, wide = dtype.itemsize, memory.at_least_fp32(dtype).itemsize
+    n = lay.micro_batch * lay.seq // lay.cp
     hidden, made, V = n * c.dim * e, e + wide * (e < wide), -(-c.vocab // lay.tp)
     entered = 2 * hidden if lay.tp > 1 else 0  # x gathered again, and its gradient before the sum
     moving = pp.Pipeline.IN_THE_AIR * hidden // lay.tp if lay.pp > 1 else 0
-    if has_experts(c):
+    if is_mixture(c):
         own = c.experts // lay.ep
         rows = sum(combined.even_load(lay)[:own]) * lay.ep
         part, weight = rows * c.ffn * e, own * c.dim * c.ffn
@@ -739,9 +741,9 @@ def temporaries(lay, rank):
         pairs = [(flat.length, before[id(flat)]) for flat in unit if flat.n > 1]
         return wide * max((size + (b.length if b else 0) for size, b in pairs), default=0)
 
-    def large(unit):
-        """A gradient of V·D: being accumulated, or on its way into the buffer."""
-        return max(V * c.dim * made, V * c.dim * wide + buffers(unit))
+    def large(unit, beside):
+        """A gradient of V·D: being accumulated, or, with less beside it, going into its buffer."""
+        return max(V * c.dim * made + beside, V * c.dim * wide + buffers(unit) + hidden)
 
     at, last = {}, lay.pp * lay.v - 1
     for (stage, row), units in zip(combined.stage_kinds(lay, place).items(), layout.stages):
@@ -750,18 +752,18 @@ def temporaries(lay, rank):
         if stage == last:
             logits, few = n * V * e, min(n, memory.CrossEntropyFunction.ROWS)
             at["loss"] = logits + few * V * wide + moving
-            at["head"] = large(units[-1]) + max(entered, hidden) - logits + moving
-            gone = activations(lay, place)[stage] - sum(block_bytes(lay, kind) for kind in row)
+            at["head"] = large(units[-1], max(entered, hidden)) - logits + moving
+            gone = activations(lay, place)[stage] - sum(kept_by_block(lay, kind) for kind in row)
         blocks = units[stage == 0 :][: len(row)]
         for kind, unit in reversed(list(zip(row, blocks))):
-            again = block_bytes(lay, "none") - block_bytes(lay, "full") if kind == "full" else 0
+            again = kept_by_block(lay, "none") - kept_by_block(lay, "full") if kind == "full" else 0
             used = 0 if kind == "selective" else part  # silu(gate) · up
             flowing = 2 * part + entered + hidden // lay.tp
             most = again + flowing - used + weight * made + buffers(unit) + moving - gone
             at[f"ffn, recomputing {kind}"] = max(at.get(f"ffn, recomputing {kind}", most), most)
-            gone += block_bytes(lay, kind)
+            gone += kept_by_block(lay, kind)
         if stage == 0:
-            at["embedding"] = large(units[0]) + hidden - gone + moving
+            at["embedding"] = large(units[0], hidden) - gone + moving
     return at
 
 
@@ -788,7 +790,7 @@ def executed(lay, rank):
     n, last = lay.micro_batch * lay.seq // lay.cp, lay.pp * lay.v - 1
     H, K = c.heads // lay.tp, max(c.kv_heads // lay.tp, 1)
     weights = 2 * n * c.dim * (H + K) * c.head_dim
-    if has_experts(c):
+    if is_mixture(c):
         own = combined.even_load(lay)[: c.experts // lay.ep]
         weights += n // lay.tp * c.dim * (c.experts + 3 * c.ffn * c.shared)
         weights += sum(own) * lay.ep * 3 * c.dim * c.ffn
@@ -811,7 +813,7 @@ def sent(lay, rank):
     costs = combined.weights_sent(lay, flats(lay, place), sizes, place)
     for key, (calls, size) in combined.activations_sent(lay, place).items():
         costs[key] = combined.add(costs.get(key), (lay.m * calls, lay.m * size))
-    if has_experts(c):
+    if is_mixture(c):
         load, size = combined.even_load(lay), c.experts // lay.ep
         me = rank % (lay.dp * lay.cp * lay.tp) % lay.ep
         own = sum(load[me * size : (me + 1) * size])
@@ -855,7 +857,7 @@ RULES = [
      lambda hw, lay: lay.tp * lay.pp > 1),
     ("playbook", "1,024 GPUs: tp 8, pp and ZeRO-2", lambda c, hw, g: g >= 1024,
      lambda hw, lay: lay.tp == 8 and lay.pp > 1 and lay.zero == 2),
-    ("playbook", "experts: ep", lambda c, hw, g: has_experts(c), lambda hw, lay: lay.ep > 1),
+    ("playbook", "experts: ep", lambda c, hw, g: is_mixture(c), lambda hw, lay: lay.ep > 1),
     ("playbook", "tp first, as far as the node goes", lambda c, hw, g: g >= hw.node,
      lambda hw, lay: lay.tp == min(hw.node, 8)),
     ("playbook", "tp never leaves the node", lambda c, hw, g: True,
@@ -864,14 +866,14 @@ RULES = [
      lambda c, hw, g: 18 * N(c) > hw.node * hw.memory, lambda hw, lay: lay.pp > 1),
     ("often said", "short of memory: recompute, and sequence parallelism",
      lambda c, hw, g: True, lambda hw, lay: lay.recompute != "none" and lay.tp > 1),
-    ("often said", "memory to spare: larger micro-batches, more dp", lambda c, hw, g: True,
+    ("often said", "memory to spare: larger micro-batches, dp", lambda c, hw, g: True,
      lambda hw, lay: lay.micro_batch > 1 and lay.tp * lay.pp * lay.cp == 1),
     ("often said", "the GPU idles: accumulate gradients", lambda c, hw, g: True,
      lambda hw, lay: lay.m > 1),
 ]  # fmt: skip
 NAMED = {  # layouts that are often named for a model
-    "llama3-70b": ("TP 8 x PP 4", dict(tp=8, pp=4, cp=1)),
-    "smollm-1.7b": ("TP 2", dict(tp=2, pp=1, cp=1)),
+    "llama3-70b": ("TP8 PP4", dict(tp=8, pp=4, cp=1)),
+    "smollm-1.7b": ("TP2", dict(tp=2, pp=1, cp=1)),
 }
 
 
@@ -921,11 +923,11 @@ CUT_BY = {
     "gradients": "tp, pp, ep; dp·cp from ZeRO-2 on",
     "master copy": "tp, pp, ep; dp·cp from ZeRO-1 on",
     "moments": "tp, pp, ep; dp·cp from ZeRO-1 on",
-    "activations": "tp, cp; not by pp, which keeps several micro-batches",
+    "activations": "tp, cp; not pp: several are kept",
     "logits and loss": "tp, cp; on the last stage alone",
 }
 WHY = {
-    "products": "FLOPs / the rate that products reach, and traffic",
+    "products": "FLOPs / their rate, and traffic",
     "attention": "its FLOPs / the rate of its kernel",
     "elementwise": "bytes / memory bandwidth",
     "recomputed": "forward passes again",
@@ -935,10 +937,10 @@ WHY = {
     "ep": "nothing hides it",
     "waiting for the host": "launches take longer than the work",
     "gradients, each time": "ZeRO-2 and 3 sum them every micro-batch",
-    "weights gathered": "ZeRO-3, twice a micro-batch; what is not hidden",
-    "pipeline fill": "idle until all stages have work, and after",
+    "weights gathered": "ZeRO-3, twice a micro-batch",
+    "pipeline fill": "idle until all stages have work",
     "pipeline transfers": "until the last stage has its first",
-    "gradients": "once a step; what the last backward does not hide",
+    "gradients": "what the last backward does not hide",
     "weights spread": "after the step, from those who own them",
     "optimizer": "bytes / memory bandwidth",
     "other": "clipping, logging, the next batch",
@@ -972,7 +974,7 @@ def row_of(hw, e, name=""):
     return [name, str(e.layout), *cells]
 
 
-HEAD = ["", "layout", "tokens/s/GPU", "MFU", "GB", "step, s"]
+HEAD = ["", "layout", "tok/s/GPU", "MFU", "GB", "step, s"]
 
 
 def whole_run(model, e, tokens, price):
@@ -1132,7 +1134,7 @@ def cluster(text):
     return int(match[1]), int(match[2] or match[1])
 
 
-def parse(argv=None):
+def read_arguments(argv=None):
     p = argparse.ArgumentParser(description="which layout to use on a cluster; see the docstring")
     p.add_argument("--model", default="llama3-70b", help=", ".join(MODELS))
     for axis in ("dp", "cp", "tp", "pp", "ep", "zero", "micro-batch"):
@@ -1224,7 +1226,7 @@ def nothing_fits(hw, st, args, gpus, batch):
     return f"no layout of {args.model} fits on {gpus} x {args.gpu}, nor on more with these flags"
 
 
-def story(hw, st, args):
+def tour(hw, st, args):
     """Without arguments: a plan, one layout's estimate, and both held against a dry run."""
     args.top = 4
     found = show_search(hw, st, args, 512, 512)
@@ -1250,13 +1252,13 @@ def check_dry_run(lay, rank):
     wrong = [kind for kind, (ours, theirs) in pairs.items() if ours != theirs]
     most, instant, unseen = fullest(lay, rank)
     off = found.peak / (most - unseen) - 1
-    print(f"fullest moment: {instant}, {most:,} by formula, {off:+.1%} measured;")
+    print(f"fullest: {instant}, {most:,} by formula, {off:+.1%} measured;")
     print("temporaries: " + ", ".join(f"{k} {n:,}" for k, n in temporaries(lay, rank).items()))
     return wrong + ["calls"] * (sent(lay, rank) != wire)
 
 
 def main(argv=None):
-    args = parse(argv)
+    args = read_arguments(argv)
     torch.set_num_threads(1)
     if args.calibrate:
         calibrate(args.calibrate, 2)
@@ -1285,7 +1287,7 @@ def main(argv=None):
         e = show_layout(hw, st, lay, args.gpu)
         print("\n" + whole_run(lay.model, e, args.tokens, args.price or hw.price))
     else:
-        wrong = story(hw, st, args)
+        wrong = tour(hw, st, args)
     print("\n10_plan FAIL: " + "; ".join(wrong) if wrong else "\n10_plan OK")
     return 1 if wrong else 0
 
