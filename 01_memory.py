@@ -22,8 +22,8 @@ Cost      parameters  N = V·D (twice if untied) + L·(2·D·H·h + 2·D·K·h +
           full recomputation adds a forward pass of the blocks: 4/3 of the blocks' matmuls
 Pays      selective: whenever memory matters, it adds no matmul (DeepSeek-V3 does the same).
           full: when that is not enough, for as few layers as fit (full:K). Every layer when some
-          would do costs FLOPs for nothing, see smollm-1.7b below. What is left over goes to more
-          devices: 03 cuts the optimizer, 04 and 07 cut what tokens keep.
+          would do costs FLOPs for nothing: see smollm-1.7b in what this prints. What does not fit
+          even so goes to more devices: 03 cuts the optimizer, 04 and 07 cut what tokens keep.
 Forget    the fp32 master copy. A step is smaller than bf16 can add to a weight: without the copy
           layers.0.input_layernorm.weight never moves, error 1.00 against fp32 training, while the
           loss after 4 steps is within 0.01 of it. It is also the line that memory sums leave out,
@@ -224,6 +224,8 @@ def finished(p):
 
 
 class LinearFunction(torch.autograd.Function):
+    """The three products, each by its seam: x (…, in), w (out, in) -> (…, out)."""
+
     @staticmethod
     def forward(ctx, x, w, how, what, when):
         # w stays on ctx as the Parameter it is: a saved tensor would come back as an alias under

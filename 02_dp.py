@@ -97,7 +97,7 @@ OP_TYPES = {  # torch gives the kind of a collective under way as a number
 }  # fmt: skip
 
 
-class Left(SystemExit):
+class Stranded(SystemExit):
     """This rank waited in vain. The text says in which collective, and for whom."""
 
 
@@ -123,7 +123,7 @@ def run_rank(worker, args, timeout, store=None):
         dist.barrier()  # nobody leaves while another still needs the store
     except Exception as error:
         if words := explain(error, store, rank, world, patience=1 + timeout / 10):
-            raise Left(words) from None
+            raise Stranded(words) from None
         raise
     dist.destroy_process_group()
     return result
@@ -194,6 +194,7 @@ def leave_with(parent):
 
 
 def _child(rank, world, door, worker, args, timeout, pipe, parent):
+    """One rank that `launch` has started: sends (when, trace or None, result) through the pipe."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
     )
@@ -206,8 +207,8 @@ def _child(rank, world, door, worker, args, timeout, pipe, parent):
         else:
             store = dist.TCPStore(host, port, world, False, wait)
         message = (time.monotonic(), None, run_rank(worker, args, timeout, store))
-    except Left as left:
-        message = (time.monotonic(), left.code, None)
+    except Stranded as stranded:
+        message = (time.monotonic(), stranded.code, None)
     except BaseException:
         message = (time.monotonic(), traceback.format_exc(), None)
     sys.stdout.flush()
@@ -253,6 +254,7 @@ def launch(worker, world, *args, timeout=60.0):
 
 
 def _results(ranks, pipes):
+    """What the ranks returned; if one failed, raises RankFailed with the first one's trace."""
     results, failures = [None] * len(ranks), []
     # After a failure listen a moment longer: who failed first is not always who we hear first.
     # If all we know of died without a word, wait until another says in what it was left waiting.

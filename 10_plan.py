@@ -55,7 +55,7 @@ ep = import_module("06_ep")
 cp = import_module("07_cp_ring")
 combined = import_module("09_combined_5d")
 
-MODELS = combined.MODELS
+MODELS, divisors = combined.MODELS, combined.divisors
 BF16, E, WIDE = torch.bfloat16, 2, 4  # computed in; bytes of a number of it, and of one of fp32
 
 
@@ -519,10 +519,6 @@ def estimate(hw, st, lay):
 # --- 7. The search --------------------------------------------------------------------------------
 
 
-def divisors(n):
-    return [k for k in range(1, n + 1) if n % k == 0]
-
-
 def degrees(c, hw, gpus, batch, seq, fixed):
     """(dp, cp, tp, pp, ep) that the model, the cluster and the batch allow."""
 
@@ -832,7 +828,7 @@ def sent(lay, rank):
         shape = lay.pp, lay.m, lay.v, place, hidden * combined.DTYPES[lay.dtype].itemsize
         costs["pp", "send"] = pp.sent(lay.schedule, *shape)
     costs["tokens", "all_reduce"] = dp.sent([8], sizes["tokens"])
-    costs["control", "all_reduce"] = dp.sent([24], sizes["control"])
+    costs["control", "all_reduce"] = dp.sent([32], sizes["control"])
     return {key: cost for key, cost in costs.items() if cost[1]}
 
 

@@ -48,7 +48,7 @@ all)
     for file in [0-9][0-9]_*.py; do
         begin=$SECONDS
         chapter "$file" | tee "$log" || failed=1
-        ends+=("$(printf '%4d s   %s' $((SECONDS - begin)) "$(tail -n 1 "$log")")")
+        ends+=("$(printf '%4d s   %-20s%s' $((SECONDS - begin)) "$file" "$(tail -n 1 "$log")")")
     done
     rm "$log"
     printf '%s\n' "" "${ends[@]}"
