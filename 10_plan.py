@@ -55,7 +55,7 @@ ep = import_module("06_ep")
 cp = import_module("07_cp_ring")
 combined = import_module("09_combined_5d")
 
-MODELS, divisors = combined.MODELS, combined.divisors
+MODELS = combined.MODELS
 BF16, E, WIDE = torch.bfloat16, 2, 4  # computed in; bytes of a number of it, and of one of fp32
 
 
@@ -517,6 +517,10 @@ def estimate(hw, st, lay):
 
 
 # --- 7. The search --------------------------------------------------------------------------------
+
+
+def divisors(n):
+    return [k for k in range(1, n + 1) if n % k == 0]
 
 
 def degrees(c, hw, gpus, batch, seq, fixed):

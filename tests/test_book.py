@@ -10,8 +10,7 @@ from test_readme import check_quoted
 CHAPTERS = sorted(ROOT.glob("[0-9][0-9]_*.py"))
 EACH = pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
 OWN = {"main", "demo", "held", "sent"}  # every chapter has its own of these
-OWN |= {"build", "train", "train_step", "report", "save", "resume", "use", "story", "parse"}
-OWN |= {"product", "bubble", "parameters", "has_experts"}  # 10's are of layouts, not tensors
+OWN |= {"build", "train", "train_step", "report", "save", "resume", "use"}  # of several
 
 
 def tree(chapter):
