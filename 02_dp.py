@@ -147,19 +147,16 @@ def explain(error, store, rank, world, patience):
     """
     where, others = collective_of(error), {r: f"failed/{r}" for r in range(world) if r != rank}
     own, end = "an error of its own", time.monotonic() + patience
-    try:
-        store.set(f"failed/{rank}", where or own)
-        while where:
-            said = {r: store.get(key).decode() for r, key in others.items() if store.check([key])}
-            silent = sorted(others.keys() - said.keys())
-            cause = [r for r in said if said[r] == own]
-            if cause or len(silent) < 2 or time.monotonic() > end:
-                break
-            time.sleep(0.05)
-    except (dist.DistError, RuntimeError):  # rank 0 keeps the store, unless torchrun does
-        cause, silent = [], [0]
+    store.set(f"failed/{rank}", where or own)
     if not where:
         return None
+    while True:
+        said = {r: store.get(key).decode() for r, key in others.items() if store.check([key])}
+        silent = sorted(others.keys() - said.keys())
+        cause = [r for r in said if said[r] == own]
+        if cause or len(silent) < 2 or time.monotonic() > end:
+            break
+        time.sleep(0.05)
     ranks = ", ".join(f"rank {r}" for r in cause or silent) or "nobody: the ranks' calls differ"
     why = "failed" if cause else "died or hangs" if silent else "all wait"
     reason = str(error).split("] ", 1)[-1].split(". ")[0]
@@ -195,17 +192,13 @@ def leave_with(parent):
 
 def _child(rank, world, door, worker, args, timeout, pipe, parent):
     """One rank that `launch` has started: sends (when, trace or None, result) through the pipe."""
+    host, port = door
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
     )
     threading.Thread(target=leave_with, args=(parent,), daemon=True).start()
     try:
-        host, port = door.getsockname()
-        wait = timedelta(seconds=timeout)
-        if rank == 0:  # the ranks find each other through a store, which rank 0 keeps
-            store = dist.TCPStore(host, port, world, True, wait, master_listen_fd=door.detach())
-        else:
-            store = dist.TCPStore(host, port, world, False, wait)
+        store = dist.TCPStore(host, port, world, False, timedelta(seconds=timeout))
         message = (time.monotonic(), None, run_rank(worker, args, timeout, store))
     except Stranded as stranded:
         message = (time.monotonic(), stranded.code, None)
@@ -213,8 +206,6 @@ def _child(rank, world, door, worker, args, timeout, pipe, parent):
         message = (time.monotonic(), traceback.format_exc(), None)
     sys.stdout.flush()
     pipe.send_bytes(pickle.dumps(message))
-    if message[1] and rank == 0:
-        time.sleep(timeout)  # the others still read in its store who failed; the launcher ends this
     os._exit(1 if message[1] else 0)  # no clean-up: after a failure it could wait for dead ranks
 
 
@@ -233,24 +224,30 @@ def launch(worker, world, *args, timeout=60.0):
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
     door = socket.create_server(("127.0.0.1", 0))  # opened before the fork: the port is ours
     sys.stdout.flush()
-    ranks, pipes, before = [], {}, signal.getsignal(signal.SIGTERM)
+    ranks, pipes, before, store = [], {}, signal.getsignal(signal.SIGTERM), None
     try:
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
-            job = (rank, world, door, worker, args, timeout, theirs, os.getpid())
+            job = (rank, world, door.getsockname(), worker, args, timeout, theirs, os.getpid())
             ranks.append(context.Process(target=_child, args=job, daemon=True))
             ranks[-1].start()
             theirs.close()  # the rank's end is now its own: if it dies, ours reads end of file
             pipes[ours] = rank
+        # The ranks find each other through a store. If one of them kept it and hung, all would hang.
+        # Made after the fork, for it has a thread, and those do not survive one.
+        host, port = door.getsockname()
+        store = dist.TCPStore(host, port, world, True, wait_for_workers=False,
+                              master_listen_fd=door.detach())  # fmt: skip
         signal.signal(signal.SIGTERM, lambda *_: [rank.terminate() for rank in ranks])
         return _results(ranks, pipes)
     finally:
         signal.signal(signal.SIGTERM, before)
         door.close()
-        for rank in reversed(ranks):  # rank 0 last: it keeps the store
+        for rank in ranks:
             rank.kill()
         for rank in ranks:
             rank.join()
+        del store
 
 
 def _results(ranks, pipes):

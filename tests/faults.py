@@ -271,6 +271,8 @@ def uninterrupted(family, layout, root):
 def draw_plan(draw, layout, seconds):
     plan = {"who": draw.choices(("rank", "launcher", "stall"), (17, 2, 1))[0]}
     plan["rank"] = draw.randrange(ranks(layout))
+    if ranks(layout) == 1 and plan["who"] == "stall":
+        plan["who"] = "rank"  # nobody waits for a single rank
     if draw.random() < 0.55:
         return plan | {"seconds": draw.uniform(0, 0.7 * seconds)}
     place = draw.randrange(len(HITS))

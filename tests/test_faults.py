@@ -133,6 +133,15 @@ def test_a_rank_that_hangs_is_named_with_the_collective(root):
     assert "Traceback" not in out
 
 
+def test_rank_0_hangs_before_the_ranks_have_met(root):
+    """The launcher keeps the store in which they meet: with rank 0 all would hang, time-out or not."""
+    act = lambda: os.kill(os.getpid(), signal.SIGSTOP)
+    argv = words("--dp 2", timeout=2)
+    code, out, _, took = run(root, argv, partial(at_call, dist, "new_group", 3, 0, act))
+    assert code == 1 and took < 30 and "rank 1 waited in new_group over " in out, out
+    assert "for rank 0 (died or hangs)" in out, out
+
+
 def test_a_rank_that_dies_is_named_with_the_collective(root):
     act = lambda: os.kill(os.getpid(), signal.SIGKILL)
     code, out, _, _ = run(root, words("--dp 2"), partial(at_call, pp.Pipeline, "step", 2, 1, act))
