@@ -233,8 +233,8 @@ def launch(worker, world, *args, timeout=60.0):
             ranks[-1].start()
             theirs.close()  # the rank's end is now its own: if it dies, ours reads end of file
             pipes[ours] = rank
-        # The ranks find each other through a store. If one of them kept it and hung, all would hang.
-        # Made after the fork, for it has a thread, and those do not survive one.
+        # The ranks find each other through a store. If one of them kept it and hung, all would
+        # hang. Made after the fork, for it has a thread, and those do not survive one.
         host, port = door.getsockname()
         store = dist.TCPStore(host, port, world, True, wait_for_workers=False,
                               master_listen_fd=door.detach())  # fmt: skip
