@@ -1002,7 +1002,7 @@ def show_search(hw, st, args, gpus, batch):
     table = []
     for who, rule, best, cost in advice(hw, args.model, gpus, found):
         said = best and ("agrees" if cost < 0.02 else f"+{cost:.0%} time")
-        table.append([who, rule, said or "fits nowhere"])
+        table.append([who, rule, said or "none fits"])
     dp.table(["rule of", "", "ranking"], table)
     print()
     dp.table(["a mistake", "beside the best"], [list(row) for row in pitfalls(hw, st, found)])
