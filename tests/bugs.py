@@ -22,9 +22,9 @@ IDS = {
     "09": "145 146 148 149 150 151 152 153",
     "X": "156 157 158 159 161 162 163 164 165 166 167",
 }
-WRITTEN = ["01", "02", "03", "04", "05", "06", "07", "08", "09"]  # chapters whose every id has to be mapped
+WRITTEN = ["01", "02", "03", "04", "05", "06", "07", "08", "09", "X"]  # chapters whose every id has to be mapped
 
-NINE, FP8 = "test_09_all_axes::test_", "test_08_fp8::test_"
+NINE, FP8, FAULTS = "test_09_all_axes::test_", "test_08_fp8::test_", "test_faults::test_"
 FILES = "01_memory", "02_dp", "03_zero", "03_checkpoint", "04_tp_sp", "09_tp", "05_pp", "06_ep", "07_cp_ring"
 MEMORY, DP, ZERO, CKPT, TP, NINE_TP, PP, EP, CP = (f"test_{file}::test_" for file in FILES)
 
@@ -151,7 +151,6 @@ TESTS = {  # id: names of tests, "file::test"
     128: f"{CP}the_group_is_an_argument",
     129: f"{CP}attention_of_every_kind {CP}ulysses_refuses_heads_that_do_not_divide",
     157: f"{ZERO}the_gather_takes_a_wire_format",
-    158: "test_02_tools::test_a_rank_that_fails_takes_the_others_down",
     161: f"{CKPT}the_main_job_resumes_in_another_layout"
          " test_02_tools::test_an_epoch_is_every_window_once_and_the_next_one_another_order",
     162: f"{CKPT}the_same_layout_goes_on_bit_for_bit",
@@ -162,6 +161,11 @@ TESTS = {  # id: names of tests, "file::test"
          f" {CKPT}training_goes_on_in_another_layout",
     100: "test_06_ep::test_one_norm_for_experts_and_all_else",
     101: "test_06_ep::test_a_stage_without_experts_clips_and_ends_its_step_with_the_others",
+    158: f"{FAULTS}a_rank_that_hangs_is_named_with_the_collective"
+         f" {FAULTS}rank_0_hangs_before_the_ranks_have_met"
+         " test_09_combined::test_the_others_wait_for_the_reference_however_long_it_takes",
+    159: f"{FAULTS}torchrun_brings_the_job_back_by_itself",
+    163: f"{FAULTS}no_rank_is_left_without_a_part",
     131: f"{FP8}zeros_subnormals_and_values_that_are_not_finite"
          f" {FP8}one_huge_outlier_spoils_its_block_only",
     134: f"{FP8}pipelines_do_not_hang_and_compute_the_same",
@@ -201,8 +205,6 @@ NOT_EXPRESSIBLE = {  # id: why this code cannot have the fault
     40: "Gradients are copied into the flat buffer on the stream that autograd made current; 03 makes"
         " no side streams.",
     156: "No average exists in this code: every reduction is a SUM, or a MAX of flags.",
-    163: "There is one data source for all ranks and one seed in the arguments; a rank's part is a"
-         " function of the step and its coordinates, never a shuffle of its own.",
     164: "There is no dropout anywhere in this repository.",
     166: "There is no validation loop, and the number of steps is an argument on all ranks.",
     26: "Buckets makes no stream of its own: the copy into a bucket and the start of its sum run in"
