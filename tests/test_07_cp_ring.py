@@ -827,4 +827,4 @@ def test_09_dry_run_with_cp(kinds, capfd):
     process.join(60)
     assert process.exitcode == 0
     assert [queue.get() for _ in kinds] == [(kind, 0) for kind in kinds]
-    assert "rank 13 of 32 = dp 4 · cp 8" in capfd.readouterr().out
+    assert "rank 13 of 32 = pp 1 · dp 4 · cp 8 · tp 1" in capfd.readouterr().out
