@@ -385,9 +385,11 @@ def test_the_trace_has_all_ranks_on_one_timeline(capfd, tmp_path):
             if e["name"][0] in "FB":
                 assert e["ts"] >= last.get(e["tid"], 0)
                 last[e["tid"]] = e["ts"] + e["dur"]
-    first = min(e["ts"] for e in events if e["pid"] == 0 and e["name"] == "F0")
-    second = min(e["ts"] for e in events if e["pid"] == 2 and e["name"] == "F0")
-    assert first < second, "the second stage cannot begin before the first"
+    ends = [
+        min(e["ts"] + e["dur"] for e in events if e["pid"] == rank and e["name"] == "F0")
+        for rank in (0, 2)
+    ]
+    assert ends[0] < ends[1], "the second stage waits, and ends after the first"
 
 
 # --- FP8 ---------------------------------------------------------------------------------------------
