@@ -143,7 +143,7 @@ def at_least_fp32(dtype):
 # input grad   dx = dy w        (…, out) -> (…, in)
 # weight grad  dw = dyᵀ x       sum over all tokens -> (out, in)
 #
-# autograd knows these already. We write them out because three chapters each change one thing:
+# autograd knows these already. We write them out because later chapters change one thing each:
 #   how    a product is computed           08 computes it in FP8; 06 for stacked experts
 #   what   is kept of x until backward     04 keeps the sequence shard and gathers it again
 #   when   the weight gradient is computed 05 fills pipeline bubbles with it
@@ -541,7 +541,7 @@ def build(c, seed=0, dtype=torch.float32, device="cpu"):
         torch.set_default_dtype(before)
     for name, p in model.named_parameters():
         p.copy_(initial(name, p.shape, seed))
-        p.grad_dtype = at_least_fp32(dtype)
+        p.grad_dtype = at_least_fp32(dtype)  # torch's: the dtype in which autograd adds up p.grad
     return model
 
 

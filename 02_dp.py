@@ -212,9 +212,10 @@ def _child(rank, world, door, worker, args, timeout, pipe, parent):
 def launch(worker, world, *args, timeout=60.0):
     """Run worker(*args) on `world` ranks and return what they returned, by rank.
 
-    Under torchrun this process is one rank already: the list holds its own result alone. A rank
-    that raises takes the others down at once, its traceback printed. `timeout` (seconds) is how
-    long a collective waits for its ranks. SIGTERM is passed on to the ranks.
+    Under torchrun this process is one rank already: the list holds its own result alone, and a rank
+    that raises leaves it to torchrun to end the others. Started here, it takes the others down at
+    once, its traceback printed. `timeout` (seconds) is how long a collective waits for its ranks.
+    SIGTERM is passed on to the ranks.
     """
     if "RANK" in os.environ:
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun is our parent

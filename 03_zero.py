@@ -14,8 +14,9 @@ Picture   parameters of a block, end to end, padded and cut into N shards; a ran
           3          shard, 2 units   shard, 2 units   shard            3Ψ·m, less m last units
           Ψ is (N-1)/N of the model's bytes, m the micro-batches of a step.
 Cost      held(...) and sent(...) below, by stage. Activations are not cut: 04, 05 and 07 do that.
-Pays      stage 1 always: it sends what 02 sends. Stage 2 saves nothing more with one micro-batch,
-          and with several it sends a gradient for each. Stage 3 when the model doesn't fit
+Pays      stage 1 always: it sends what 02 sends. Stage 2 when the gradients are too many: it keeps
+          a shard of them, so each micro-batch's has to be reduced before the next one's comes,
+          m times the bytes of stage 1's one reduction. Stage 3 when the model doesn't fit
           otherwise, and a block computes for longer than its neighbour travels.
 Forget    the sum of the squared norms over the ranks. Each rank then clips its shard by that
           shard's own norm: gradients that were right before are wrong after (relative
@@ -533,8 +534,9 @@ class Window:
                 gather 1 ┘         gather 0 ┘
 
     Two neighbours are whole at a time, the one that computes and the one that travels. The last
-    unit isn't freed in between. Recomputation calls a unit once more, from inside backward: it is
-    whole then, and must stay so; therefore the hooks do nothing in backward.
+    unit isn't freed in between, as backward begins with it. Recomputation calls a unit once more,
+    from inside backward: it is whole then, and must stay so; therefore the hooks do nothing in
+    backward.
     """
 
     def __init__(self, modules, flats):

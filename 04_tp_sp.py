@@ -14,12 +14,14 @@ Picture                  TP                              TP + SP
           leave          all-reduce    ↑ nothing         reduce-scatter    ↑ all-gather
           + residual     every token   (B, T, D)         its own tokens    (B, T/tp, D)
           ↑ what the same place sends backward. The FFN: the same with gate up ─ silu · ─ down.
-          All ranks of tp are given the same tokens and labels. Weights and words are cut, not text.
+          All ranks of tp are given the same tokens and labels: weights and vocabulary are cut,
+          not the text.
 Cost      held: matrices / tp, norms whole. TP keeps norms and residuals of every token on every
           rank; with SP all that a block keeps is divided by tp. Sent per block, forward: TP 2
-          all-reduce, SP 2 all-gather + 2 reduce-scatter of B·T·D elements, the same bytes;
-          backward as much. For the weight gradients SP gathers its shards again: a quarter more
-          bytes, and no block keeps the two whole (B, T, D) that entered.
+          all-reduce, SP 2 all-gather + 2 reduce-scatter of B·T·D elements, the same bytes, as an
+          all-reduce is one of each; backward as much. For the weight gradients SP gathers its
+          shards again: in all 5/4 of TP's bytes, and no block keeps the two whole (B, T, D) that
+          entered.
 Pays      while transfers are faster than the products between them; a larger batch doesn't
           help, as both grow with it (section 7). On a link of 450 GB/s that goes well to tp 8, on
           the 50 GB/s between nodes it doesn't: tp stays inside the node. Measured by others, tp 8
@@ -300,8 +302,8 @@ class KeepShard:
         return self.inner.save(x.entered_from)
 
     def load(self, *kept):
-        # The linears kept the same storage, another micro-batch keeps another. It stays in the
-        # entry: while that lives, its address can't become another's.
+        # These linears kept one storage, those of another micro-batch another one. The entry holds
+        # it, so that its address can't become another tensor's while the entry lives.
         key = kept[0].untyped_storage()._cdata
         if key not in self.made:
             users = sum(part.weight.requires_grad for part in self.linears)
@@ -569,9 +571,9 @@ def held(c, B, T, dtype, tp, sequence=True, kinds=None):
 def sent(c, B, T, dtype, tp, sequence=True, kinds=None, first=True, last=True):
     """What a rank sends over tp for a micro-batch: {collective: (calls, bytes)}.
 
-    kinds is what each of its layers recomputes. A layer that is fully recomputed enters twice and
-    leaves once again: its last sum isn't needed. In a pipeline (05) the first stage alone has the
-    embedding, which leaves, and the last the head, which enters, and the loss.
+    kinds is what each of its layers recomputes. Full recomputation enters both its pairs once more
+    and leaves the first: the last sum isn't needed. In a pipeline (05) only the first stage has the
+    embedding, which leaves, and only the last the head, which enters, and the loss.
     """
     e, w, n = dtype.itemsize, at_least_fp32(dtype).itemsize, B * T
     kinds = ["none"] * c.layers if kinds is None else kinds

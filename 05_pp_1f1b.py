@@ -222,7 +222,7 @@ def lower(ranks):
     All ranks act in rounds. When an action is done whose result another rank needs, the send is
     appended to the one list and the receive to the other *at the same moment*. So the lists are
     cuts of one global order, and nobody can wait in a circle, even if transfers block. (Receive
-    before use, send after, each rank by itself, does: two neighbours in 1F1B would both send.)
+    before use, send after, each rank by itself, can: two neighbours in 1F1B would both send.)
     """
     rank_of = find_stages(ranks)
     last, queues = max(rank_of), [deque(actions) for actions in ranks]
@@ -419,7 +419,8 @@ def bubble(name, p, m, v=1, F=1, I=1, W=1):  # noqa: E741
         "afab": (p - 1) * (F + I + W),
         "1f1b": (p - 1) * (F + I + W),
         "interleaved": Fraction((p - 1) * (F + I + W), v),
-        # Of the ranks' W, the last's fill m - 1 of the steps that the last I needs to the first.
+        # As 1F1B, whose last backward has p - 1 ranks to go; but only its I is waited for, and in
+        # that time rank 0 does W that it has put off: as many as there are micro-batches, less one.
         "zb-h1": (p - 1) * (F + I) - (min(m, p) - 1) * W,
         "zb-v": Fraction(p - 1, 2) * F,
         # From DeepSeek-V3's report; F + B overlapped takes F + B here. Two copies of the weights.

@@ -13,7 +13,7 @@ Cost      held: experts / ep; of activations k·(D + 3·F) and more a token, whe
           Sent per layer: dispatch and combine, forward and backward, 4·n·k·(ep-1)/ep·D elements if
           the load is even. One rank with all the work receives ep times its even share.
 Pays      when experts don't fit one device, or FLOPs are what is short; and while transfers are
-          short beside the experts' products: both grow with k, their ratio is with F (section 8).
+          short beside the experts' products: both grow with k, the ratio falls with F (section 8).
 Forget    the sum of the experts' gradients over edp, the ranks that hold the same expert. Rows of
           the other ep ranks came by the all-to-all, those of other replicas did not: routing, loss
           and all other gradients are right, an expert's is off (relative error 0.949 in the demo).
@@ -118,7 +118,7 @@ def largest(scores, k):
 
 
 def within_nodes(scores, nodes, most, k):
-    """The scores, -inf on all but `most` nodes: those with the largest sums of k / most scores."""
+    """The scores, -inf on all but `most` nodes: those whose k / most best add up to most."""
     by_node = scores.unflatten(-1, (nodes, -1))  # (…, nodes, E/nodes)
     best = by_node.sort(-1, descending=True).values[..., : max(1, k // most)].sum(-1)
     chosen = torch.zeros_like(best).scatter_(-1, largest(best, most), 1)
@@ -296,7 +296,8 @@ def plan(counts, group):
 class AllToAll(torch.autograd.Function):
     """give[r] rows to rank r, take[r] from it: (Σ give, D) -> (Σ take, D). Backward: the reverse.
 
-    wire = (encode, decode) changes what travels forward: encode gives one tensor, row by row.
+    wire = (encode, decode) changes what travels forward: encode gives one tensor, row by row (08
+    sends FP8 so; gradients, which need more range, go as they are).
     """
 
     @staticmethod
@@ -445,7 +446,7 @@ def moe_layers(model):
 
 
 def begin_step(model, N, valid=None):
-    """N: valid tokens of the global batch. valid (B, T): which tokens are none of padding."""
+    """N: valid tokens of the global batch. valid (B, T): which tokens are not padding."""
     for moe in moe_layers(model):
         moe.N, moe.valid = N, valid
 
@@ -459,7 +460,7 @@ def end_step(model, group=None, skip=0):
     it is if `skip`, a number or a tensor, is 1.
     """
     layers = moe_layers(model)
-    if not layers:  # a stage without experts: so are all ranks of its group
+    if not layers:  # a stage without experts: the ranks of its group have none, either
         return None, 0.0
     load = torch.stack([moe.load for moe in layers])
     if group:

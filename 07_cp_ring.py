@@ -14,12 +14,14 @@ Cost      Held: what attention keeps of T tokens, divided by n. Sent per rank an
           (n-1)·2·B·K·h·T/n elements; backward: that again, and as many gradients in at least fp32.
           The ring and the all-gather send the same bytes. The ring holds the keys and values of
           at most 2 other ranks at a time where the all-gather holds those of all, and it computes
-          while it sends. Ulysses sends 2·(n-1)/n·B·h·T/n·(2H + 2K') elements forward and backward,
-          which falls with n, but n has to divide the heads. Weights are whole on every rank and
-          see its tokens only: their gradients are summed over the n ranks too, as over dp (02).
+          while it sends. Ulysses sends 2·(n-1)/n·B·h·T/n·(2H + 2K') elements forward and backward
+          (K' is K, repeated until n divides it), which falls with n, but n has to divide H.
+          Weights are whole on every rank and see its tokens only: their gradients are summed over
+          the n ranks too, as over dp (02).
 Pays      when the activations of one sequence do not fit one device. The ring's forward transfers
           are hidden if a rank has T/n ≥ e·(K/H)·F/W tokens (F FLOP/s, W bytes/s, e bytes an
-          element): 9,890 tokens at 989 TFLOP/s, 50 GB/s, K/H = 1/4 in bf16.
+          element): 9,890 tokens at 989 TFLOP/s, 50 GB/s, K/H = 1/4 in bf16. With fewer take the
+          all-gather if its buffers fit (few kv heads), or Ulysses if the heads allow it.
 Forget    the positions. A rank's tokens are not the first T/n of the sequence; without their
           positions RoPE turns each rank's keys as if they were. Nothing crashes, the gradients
           are wrong (relative error 0.865 in this demo).
@@ -361,7 +363,8 @@ def ring(q, k, v, positions, documents=None, *, group, zigzag=True):
     """Causal attention over the sequence that the ranks of `group` share; 01's `attend`.
 
     Every argument is this rank's part of the sequence. positions have done their work, they turned
-    q and k; who sees whom follows from how the sequence is cut.
+    q and k; who sees whom follows from how the sequence is cut. documents (B, T/n): the number of
+    each token's document; only equal numbers see each other.
     """
     return RingFunction.apply(q, k, v, documents, group, zigzag)
 

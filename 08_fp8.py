@@ -20,7 +20,7 @@ Cost      held: nothing more, but 3·16 numbers a linear for delayed. Sent: tens
           linear and micro-batch over tp; delayed 12 bytes a linear once a step; block, mx nothing.
           FP8 on the wire: 1 + 1/128 bytes an element where bf16 has 2. FP8 moments: the same.
 Pays      where FP8 products are twice as fast as bf16's and matrices are large enough (thousands)
-          to hide that x, w and dy are read once more for their amax. Here they are emulated.
+          to hide that x, w and dy are read once more for their amax. On a CPU they are emulated.
 Forget    the largest amax over the ranks of tp. Each rank scales its slice of a matrix by the
           slice's own amax, nothing crashes, and what is trained depends on the layout: gradients
           are not those of one device with the same recipe (relative error 0.130 in this demo).
@@ -88,9 +88,10 @@ def cast(x, dtype):
 
 # --- 2. Mixed precision -------------------------------------------------------------------------
 #
-# 16 bits came first, and FP8 stands on the same three supports. The fp32 master copy is in 01, the
-# sums in at least fp32 are everywhere in these chapters; the third is for fp16 alone, whose
-# smallest number is 6e-8: a loss times 65,536 has gradients that much larger.
+# 16 bits came first, and stand on three supports. FP8 needs two of them as well: the fp32 master
+# copy, which is in 01, and sums in at least fp32, everywhere in these chapters. The third, a factor
+# for the loss, is for fp16 alone, whose smallest number is 6e-8: a loss times 65,536 has gradients
+# that much larger.
 
 
 class LossScale:
@@ -129,7 +130,8 @@ class Recipe:
     tile: tuple | None  # the numbers of x and dy that share a scale, (rows, along the sum)
     block: tuple | None  # those of w; None: all of the tensor
     gradient: torch.dtype  # of dy; x and w are e4m3
-    rule: str = "amax"  # a block's largest becomes the format's; "power of two"; "one": no scale
+    rule: str = "amax"  # a block's largest becomes the format's; or "power of two"
+    # ("one": no scale; "none": no FP8)
     history: int = 0  # steps whose amax a scale is made of; 0: the tensor's own
 
 

@@ -908,7 +908,7 @@ def pitfalls(hw, st, found):
     rows.append((f"micro-batch of {large.micro_batch}", size))
     kinds_ = held(hw, st, lay, best.rank)
     exact = (kinds_["master copy"] + kinds_["moments"]) / 1e9  # 12 bytes a parameter
-    rows.append(("optimizer all in fp32", f"{exact:.1f} GB, {exact / 2:.1f} if moments are bf16"))
+    rows.append(("optimizer all in fp32", f"{exact:.1f} GB, {exact / 2:.1f} if all in bf16"))
     return rows
 
 
