@@ -17,8 +17,9 @@ Pays      always, before a run: it takes seconds. How far to believe it: tests/v
           against published runs. Fitted to the runs of one model it foretells those of another
           with a median error of about 4 %, where six constants on FLOPs and bytes are 18 % off,
           and its first choice was at worst 8 % slower than the fastest that was measured. On other
-          people's software and hardware it is about 13 % off. What a rank holds, computes and
-          sends it knows to the byte: that is compared with a dry run of 09.
+          people's software and hardware it is about 13 % off. What 09 holds, computes and sends
+          section 8 knows to the byte, held to its dry run; the estimates (section 4) add what a
+          production stack and the allocator need beyond that.
 Forget    the host. One that launches operation by operation is slower than a GPU with little to
           do: without that line of the estimate the error above is not 4 but 11 %.
 Run       python 10_plan.py
@@ -519,6 +520,9 @@ def estimate(hw, st, lay):
 # --- 7. The search --------------------------------------------------------------------------------
 
 
+TRIED = {"schedule": ("1f1b", "interleaved"), "recompute": ("none", "selective", "full")}
+
+
 def degrees(c, hw, gpus, batch, seq, fixed):
     """(dp, cp, tp, pp, ep) that the model, the cluster and the batch allow."""
 
@@ -545,6 +549,9 @@ def degrees(c, hw, gpus, batch, seq, fixed):
 def search(hw, st, model, gpus, batch, seq, fixed=None):
     """(estimates of the layouts that fit, the fastest first; how many were looked at)
 
+    Tried are all degrees that divide, tp up to two nodes, cp as powers of two with 4,096 tokens a
+    rank, ZeRO 0 to 3, micro-batches of 1 to 16, 1F1B and two interleaved chunks, ring attention,
+    and the least recomputation that fits. Not: zero-bubble schedules, hybrid ZeRO, other cp kinds.
     fixed: {name of a field of Layout: the only value to try}.
     """
     c, found, seen, fixed = MODELS[model], [], 0, fixed or {}
@@ -552,10 +559,10 @@ def search(hw, st, model, gpus, batch, seq, fixed=None):
         mine = batch // d
         for z in (0, 1, 2, 3) if d * k > 1 else (0,):
             for size in [n for n in (1, 2, 4, 8, 16) if mine % n == 0]:
-                for schedule in ("1f1b", "interleaved") if p > 1 else ("1f1b",):
+                for schedule in TRIED["schedule"] if p > 1 else ("1f1b",):
                     if schedule == "interleaved" and (mine // size % p or 2 * p > c.layers + 1):
                         continue
-                    for recompute in ("none", "selective", "full"):  # each slower than the last
+                    for recompute in TRIED["recompute"]:  # each slower than the last
                         lay = Layout(model, d, k, t, p, e, z, recompute, seq, size, batch, schedule)
                         if any(getattr(lay, name) != value for name, value in fixed.items()):
                             continue
@@ -1205,6 +1212,10 @@ def wrong_arguments(args):
         wrong += unknown("--recompute", args.recompute, ["none", "selective", "full"])
     if args.schedule:
         wrong += unknown("--schedule", args.schedule, list(pp.schedules()))
+    for name, tried in TRIED.items() if args.gpus and not wrong else ():
+        if getattr(args, name) not in (None, *tried):
+            tries = f"a search (--gpus) tries {', '.join(tried)}"
+            wrong.append(f"--{name} {getattr(args, name)}: {tries}")
     if not wrong and not args.gpus and args.fixed:
         lay = one_layout(args)
         wrong = combined.violations(arguments_of_09(lay, args.rank), lay.world)

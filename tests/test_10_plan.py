@@ -345,6 +345,7 @@ def test_plans_for_1_to_512_nodes_take_less_than_ten_seconds(capsys):
         (["--model", "llama3-405b", "--gpus", "8"], "would do"),
         (["--tp", "8", "--batch", "3", "--dp", "2"], "the nearest are 2 or 4"),
         (["--stack", "fuse"], "did you mean fused"),
+        (["--gpus", "8", "--schedule", "zb-h1"], "a search (--gpus) tries 1f1b, interleaved"),
     ],
 )
 def test_bad_input_is_refused_with_the_nearest_valid_choice(argv, words, capsys):
