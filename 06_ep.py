@@ -247,7 +247,12 @@ def count(experts, E):
 
 
 def within_capacity(experts, E, most):
-    """experts (pairs,), E (nowhere) in place of those after the first `most` of each expert."""
+    """experts (pairs,), E (nowhere) in place of those after the first `most` of each expert.
+
+    A dropped pair gives its token nothing, and its other weights stay as they are: what is left is
+    the token's other experts, the shared expert and the residual. The first are counted among the
+    tokens of this rank and micro-batch, so what is dropped depends on the layout.
+    """
     order = experts.argsort(stable=True)
     counts = count(experts, E + 1)
     start = counts.cumsum(0) - counts  # of each expert in order

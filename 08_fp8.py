@@ -312,6 +312,7 @@ class GroupedFP8:
 
 # --- 5. Into the model --------------------------------------------------------------------------
 
+# Attention's own two products, of q and k and with v, stay in the model's dtype.
 PRODUCTS = [  # every module with products, by its full name, and: in FP8?
     (r"layers\.\d+\.self_attn\.[qkvo]_proj", True),
     (r"layers\.\d+\.mlp\.(shared_expert\.)?(gate|up|down)_proj", True),

@@ -351,9 +351,8 @@ def expert_groups(stages, n):
 
 
 def zero_groups(args, groups):
-    """Hybrid ZeRO's groups: it cuts what the sync table calls `shard` into nodes of N neighbours.
-
-    The ranks with the same place in their nodes hold the same.
+    """Hybrid ZeRO's groups: "inside" are N neighbours of what the sync table calls `shard`, over
+    which it cuts, and "across" the ranks with equal shards, over which gradients are summed.
     """
     n, extra = args.hybrid, {}
     if n:

@@ -1061,7 +1061,10 @@ def all_reduce_rate(megabytes):
 
 
 def calibrate(path, ranks):
-    """Measure this machine and write it as an entry of HARDWARE."""
+    """Measure this machine and write it as an entry of HARDWARE.
+
+    One machine does not know the network between several: edit those numbers in the file.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device).lower() if cuda else "cpu"
