@@ -63,7 +63,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 
 # --- 1. The shape of a model --------------------------------------------------------------------
@@ -839,6 +839,14 @@ class Live(TorchDispatchMode):
             seen |= keys
         return parts | {"activations": self.total - sum(parts.values())}
 
+    def settled(self):
+        """The bytes alive once other threads, as gloo's, have let go of what they sent."""
+        before = -1
+        while self.total != before:
+            before = self.total
+            time.sleep(0.1)
+        return before
+
 
 def train(model, B, T, recipe, mode="none", steps=2, sample=False):
     """Run `steps` steps under the meter. -> the meter; for each step what is held when
@@ -928,25 +936,40 @@ def gpu_hours(flops, peak, mfu):
     return flops / (peak * mfu) / 3600 if peak else None
 
 
+class Flops(TorchDispatchMode):
+    """Counts FLOPs by torch's own rules, told of what these do not know.
+
+    (torch's FlopCounterMode also keeps track of modules, by hooks that hold on to activations.)
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.matmuls = self.attention = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out, aten, packet = op(*args, **(kwargs or {})), torch.ops.aten, op._overloadpacket
+        if packet is aten._scaled_dot_product_flash_attention_for_cpu:  # scores, and what they pick
+            (q, k), causal = args[:2], args[4:5] == (True,)  # defaults are left out
+            self.attention += 2 * 2 * q.numel() * k.shape[2] // (2 if causal else 1)
+        elif packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:  # scores again
+            (q, k), causal = args[1:3], args[7]
+            self.attention += 5 * 2 * q.numel() * k.shape[2] // (2 if causal else 1)
+        elif packet is aten._grouped_mm:  # 06: rows by the matrix of their own expert
+            self.matmuls += 2 * args[0].numel() * args[1].shape[-1]
+        elif packet in flop_registry:
+            self.matmuls += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+        return out
+
+
 def counted_flops(run):
-    """executed_flops as torch counts them, told what the CPU's fused attention kernel computes."""
-
-    def forward(q, k, v, dropout=0.0, causal=False, out_shape=None, **_):  # shapes for tensors
-        return 2 * 2 * math.prod(q) * k[2] // (2 if causal else 1)
-
-    def backward(dout, q, k, v, out, lse, dropout, causal, out_shape=None, **_):
-        return 5 * 2 * math.prod(q) * k[2] // (2 if causal else 1)
-
-    aten = torch.ops.aten
-    fused = {
-        aten._scaled_dot_product_flash_attention_for_cpu: forward,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
-    }
-    with FlopCounterMode(display=False, custom_mapping=fused) as counter:
+    """executed_flops as `run` executes them: (of matmuls, of attention)."""
+    with Flops() as counted:
         run()
-    counts = counter.get_flop_counts()["Global"]
-    attention = sum(n for op, n in counts.items() if op in fused)
-    return sum(counts.values()) - attention, attention
+    return counted.matmuls, counted.attention
 
 
 # --- 10. Run ------------------------------------------------------------------------------------

@@ -643,15 +643,6 @@ def walk(block, x, positions, config):
     return rows
 
 
-def settled(live):
-    """The bytes alive once gloo's threads, too, have let go of what they sent."""
-    before = -1
-    while live.total != before:
-        before = live.total
-        time.sleep(0.1)
-    return before
-
-
 def cut_step(config, tokens, labels, groups, sequence, mode="none"):
     """Forward and backward on a model cut over the ranks.
 
@@ -663,7 +654,7 @@ def cut_step(config, tokens, labels, groups, sequence, mode="none"):
     live = memory.Live(batch=lambda: [tokens, labels], parameters=model.parameters)
     with dp.Wire() as wire, live:
         loss = model.loss(model(tokens), labels)
-        settled(live)
+        live.settled()
         bytes_held = live.bytes()
         (loss / (labels != IGNORE).sum()).backward()
         sum_partial_gradients(model, groups["tp"], groups["sharing"], sequence)
@@ -789,8 +780,8 @@ def main():
     parser = argparse.ArgumentParser(description="tensor and sequence parallelism")
     parser.add_argument("--tp", type=int, default=4, help="ranks, when started as plain python")
     args = parser.parse_args()
-    # What recomputation imports at its first use is much: once, before the fork.
-    memory.checkpoint(memory.identity, torch.zeros(1), use_reentrant=False)
+    import torch._dynamo  # noqa: F401  recomputation would, 1.3 s in every forked rank: once here
+
     return dp.launch(demo, args.tp, args)[0]
 
 

@@ -30,7 +30,6 @@ experts; ep ranks share the experts of a layer, edp ranks hold the same.
 
 import argparse
 import math
-import time
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from importlib import import_module
@@ -648,15 +647,6 @@ def make_ep_groups(ep):
     return mine
 
 
-def settled(live):
-    """The bytes alive once gloo's threads, too, have let go of what they sent."""
-    before = -1
-    while live.total != before:
-        before = live.total
-        time.sleep(0.1)
-    return before
-
-
 def journeys(experts, c, ep, rank):
     """(rows that leave `rank`, rows that come, rows of its experts) in one layer.
 
@@ -698,7 +688,7 @@ def compare_layout(form, c, ep, mode, prepare, batch, reference):
     live = memory.Live(batch=lambda: mine, parameters=model.parameters, buffers=model.buffers)
     with dp.Wire() as wire, live:
         share = model.loss(model(mine[0]), mine[1]) / N
-        settled(live)
+        live.settled()
         kept = live.bytes()["activations"]
         share.backward()
     sum_moe_gradients(model, groups["all"], groups["edp"])
@@ -856,8 +846,8 @@ def main():
     parser = argparse.ArgumentParser(description="mixture of experts over several ranks")
     parser.add_argument("--ep", type=int, default=4, help="ranks, when started as plain python")
     args = parser.parse_args()
-    # What recomputation imports at its first use is much: once, before the fork.
-    memory.checkpoint(memory.identity, torch.zeros(1), use_reentrant=False)
+    import torch._dynamo  # noqa: F401  recomputation would, 1.3 s in every forked rank: once here
+
     return dp.launch(demo, args.ep, args)[0]
 
 

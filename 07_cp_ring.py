@@ -40,7 +40,6 @@ tensor parallelism only (04), and every rank of it still computes attention over
 
 import argparse
 import math
-import time
 from functools import partial
 from importlib import import_module
 
@@ -553,15 +552,6 @@ def picture(n, C):
     return lines
 
 
-def settled(live):
-    """The bytes alive once gloo's threads, too, have let go of what they sent."""
-    before = -1
-    while live.total != before:
-        before = live.total
-        time.sleep(0.1)
-    return before
-
-
 def attention_cost(kind, config, B, C, group):
     """Forward and backward of one attention, measured: bytes kept between them, the wire meter."""
     heads = config.heads, config.kv_heads, config.kv_heads
@@ -570,7 +560,7 @@ def attention_cost(kind, config, B, C, group):
         q, k, v = (x.requires_grad_().clone() for x in leaves)
         out = KINDS[kind](q, k, v, None, group=group)
         del q, k, v  # from here on, what is alive is alive for backward
-        kept = settled(live)
+        kept = live.settled()
         out.sum().backward()
     return kept, wire
 

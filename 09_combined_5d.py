@@ -48,8 +48,6 @@ from unittest import mock
 import torch
 import torch._dynamo  # torch.optim would import it (1.6 s): here once, not in every forked rank
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 memory = import_module("01_memory")  # the model
 dp = import_module("02_dp")  # ranks, samples, data parallelism
@@ -277,7 +275,7 @@ def _expert_violations(args):
         return [f"--ep {args.ep}: {args.model} has no experts"] * (args.ep > 1)
     E = MODELS[args.model].experts
     if ranks % args.ep or E % args.ep:
-        fits = [n for n in range(1, E + 1) if E % n == 0 and ranks % n == 0]
+        fits = divisors(math.gcd(E, ranks))
         near = sorted(sorted(fits, key=lambda n: abs(n - args.ep))[:2])
         wrong.append(f"--ep {args.ep} does not divide both {E} experts and dp x cp x tp = {ranks}:"
                      f" the nearest are {' or '.join(map(str, near))}")  # fmt: skip
@@ -299,9 +297,8 @@ def _sequence_violations(args):
         wrong.append(f"--seq {args.seq} is not a multiple of {product}: the nearest are {near}")
     if args.cp_kind == "ulysses" and args.model in MODELS:
         heads = max(MODELS[args.model].heads // args.tp, 1)
-        near = [d for d in range(1, heads + 1) if heads % d == 0]
         if heads % n:
-            near = sorted(sorted(near, key=lambda d: abs(d - n))[:2])
+            near = sorted(sorted(divisors(heads), key=lambda d: abs(d - n))[:2])
             wrong.append(f"--cp {n} does not divide the {heads} heads of {args.model}, as ulysses"
                          f" needs: the nearest are {' or '.join(map(str, near))}")  # fmt: skip
     return wrong
@@ -1422,7 +1419,7 @@ def dry_step(args, world):
         positions = my_positions(args, groups, "cpu")
         live, most = memory.Live(held=lambda: everything_held(job, batches, positions)), [0]
         pipeline.forward = partial(_note_activations, pipeline, pipeline.forward, live, most)
-        with live, dp.Wire() as wire, Flops() as flops:
+        with live, dp.Wire() as wire, memory.Flops() as flops:
             train_step(job, groups, batches, positions, args.lr)
         held = job.optimizer.tensors()
     if has_experts(args):
@@ -1431,35 +1428,6 @@ def dry_step(args, world):
     return SimpleNamespace(held=held, activations=most[0], peak=live.peak, wire=wire,
                            flops=(flops.matmuls, flops.attention),
                            optimizer=job.optimizer, groups=groups, loads=loads)  # fmt: skip
-
-
-class Flops(TorchDispatchMode):
-    """Counts FLOPs by torch's own rules, told of what these do not know.
-
-    (torch's FlopCounterMode also keeps track of modules, by hooks that hold on to activations.)
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.matmuls = self.attention = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls):
-        return False
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        out, aten, packet = op(*args, **(kwargs or {})), torch.ops.aten, op._overloadpacket
-        if packet is aten._scaled_dot_product_flash_attention_for_cpu:  # scores, and what they pick
-            (q, k), causal = args[:2], args[4:5] == (True,)  # defaults are left out
-            self.attention += 2 * 2 * q.numel() * k.shape[2] // (2 if causal else 1)
-        elif packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:  # scores again
-            (q, k), causal = args[1:3], args[7]
-            self.attention += 5 * 2 * q.numel() * k.shape[2] // (2 if causal else 1)
-        elif packet is aten._grouped_mm:  # 06: rows by the matrix of their own expert
-            self.matmuls += 2 * args[0].numel() * args[1].shape[-1]
-        elif packet in flop_registry:
-            self.matmuls += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
-        return out
 
 
 def everything_held(job, batches, positions):

@@ -359,7 +359,7 @@ def bytes_worker():
         live = memory.Live(batch=lambda: [tokens, labels], parameters=model.parameters)
         with dp.Wire() as wire, live:
             loss = model.loss(model(tokens), labels)
-            tp.settled(live)
+            live.settled()
             kept = live.bytes()
             loss.backward()
             tp.sum_partial_gradients(model, group, sharing, sequence)
