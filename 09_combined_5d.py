@@ -878,13 +878,13 @@ class Check:
 
     def __init__(self, args, sample, device):
         self.steps, self.dtype = min(args.check, args.steps), DTYPES[args.dtype]
-        in_fp8 = args.fp8 or args.fp8_optimizer
-        if in_fp8:  # after that, rounding has led two runs to different weights
+        self.in_fp8 = bool(args.fp8 or args.fp8_optimizer)
+        if self.in_fp8:  # after that, rounding has led two runs to different weights
             self.steps = min(self.steps, 2)
         # Rank 0 alone, as ranks may share cores. The others wait for it, however long it takes.
         self.active = self.steps > 0 and dist.get_rank() == 0
         self.ours = {"loss": {}, "norm": {}, "gradient": {}, "clipped": {}, "weight": {}}
-        self.rounded = self.dtype not in self.BOUND or in_fp8
+        self.rounded = self.dtype not in self.BOUND or self.in_fp8
         if self.active:
             make = fp8_optimizer if args.fp8_optimizer else None
             prepare = args.fp8 and (lambda model: fp8.use(model, args.fp8).end_step)
@@ -919,12 +919,15 @@ class Check:
         # bf16 and FP8 round every product, and another layout rounds in another order. We allow
         # half as much again as the error of one device that does so, both against float64.
         # A single number can be right by luck on one device: a norm is as far off at the most as
-        # the gradient as a whole, and the loss is allowed the spacing of bf16.
+        # the gradient as a whole, and the loss is held to the spacing of bf16; in FP8 one device's
+        # own may be further off than that.
         error = dp.worst_error(self.ours[kind], self.exact[kind])
         if kind == "norm":
             return error, 1.5 * self.whole_gradient_error()
         bound = 1.5 * dp.worst_error(self.expected[kind], self.exact[kind])[0]
-        return error, max(bound, 2**-8) if kind == "loss" else bound
+        if kind == "loss":
+            bound = max(bound, 2**-8) if self.in_fp8 else 2**-8
+        return error, bound
 
     def whole_gradient_error(self):
         """One device's relative error of all gradients of a step as one vector; the worst step."""
