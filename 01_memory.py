@@ -33,7 +33,7 @@ Run       python 01_memory.py
 Copy      Plain, KeepInput, now, LinearFunction, linear: a linear layer and its seams (section 2).
           at_least_fp32, NormFunction, CrossEntropyFunction, summed_cross_entropy: functions that
           keep less than autograd's own. Live: the bytes that are alive while any code runs.
-          Imports: weakref, TorchDispatchMode, tree_leaves.
+          Imports: time, weakref, TorchDispatchMode, tree_leaves.
 Read      Llama 3 (2407.21783), RoPE (2104.09864), GQA (2305.13245), SwiGLU (2002.05202);
           recomputation (1604.06174, 2205.05198), mixed precision (1710.03740), AdamW (1711.05101),
           FLOPs and tokens (2001.08361, 2203.15556), MFU (2204.02311), DeepSeek-V3 (2412.19437)
