@@ -38,7 +38,7 @@ import time
 import zlib
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -954,19 +954,26 @@ class Check:
         return failures
 
 
+@cache
+def whole_shapes(config):
+    """{name: shape} of the parameters as one device has them."""
+    experts = isinstance(config, ep.Config)
+    with torch.device("meta"):
+        whole = memory.Llama(replace(config, ffn=0) if experts else config)
+        for block in whole.layers.values() if experts else ():
+            block.mlp = ep.MoE(config)
+    return {name: tuple(p.shape) for name, p in whole.named_parameters()}
+
+
 def boxes(args, groups):
     """What this rank has of each parameter: {name: (shape of the whole tensor, box)}."""
     c, rank, result = MODELS[args.model], dist.get_rank(groups["tp"]), {}
-    with torch.device("meta"):
-        whole = memory.Llama(replace(c, ffn=0) if has_experts(args) else c)
-        for block in whole.layers.values() if has_experts(args) else ():
-            block.mlp = ep.MoE(c)
-    for name, p in whole.named_parameters():
-        box = tp.box(name, p.shape, rank, args.tp, c.kv_heads)
+    for name, shape in whole_shapes(c).items():
+        box = tp.box(name, shape, rank, args.tp, c.kv_heads)
         if ep.is_expert(name):
             own, first = c.experts // args.ep, dist.get_rank(groups["ep"]) * c.experts // args.ep
             box[0] = (first, first + own)
-        result[name] = tuple(p.shape), tuple(box)
+        result[name] = shape, tuple(box)
     return result
 
 
