@@ -44,7 +44,9 @@ import time
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache, partial
 from importlib import import_module
+from itertools import islice
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 
@@ -257,23 +259,41 @@ def useful_flops(c, T):
     return memory.flops_per_token(met_by_a_token(c), T)
 
 
+class Part(NamedTuple):
+    """What a rank of the pipeline has of the model."""
+
+    layers: int
+    first: bool  # has the embedding
+    last: bool  # has head and loss
+    full: int  # of its layers, so many are computed again in backward, whole
+
+    def kinds(self, recompute):
+        """[(none, selective or full; how many of its layers)]"""
+        rest = "selective" if recompute == "selective" else "none"
+        return [(rest, self.layers - self.full), ("full", self.full)]
+
+
 @lru_cache(None)
-def stages(c, p, v, T):
-    """[(layers, is it the first, is it the last)] for each rank of the pipeline."""
-    if p == 1:
-        return [(c.layers, True, True)]
-    head = pp.head_flops(c) / pp.block_flops(met_by_a_token(c), T)
-    full = min(p * v, c.layers + 1)  # others have run with stages that are empty; 09 does not
-    counts = pp.split(c.layers, full, head)
-    counts[-1:-1] = [0] * (p * v - full)
-    return [(sum(counts[rank::p]), rank == 0, rank == p - 1) for rank in range(p)]
+def stages(c, p, v, T, recompute="none"):
+    """The part of each rank of the pipeline."""
+    counts = [c.layers]
+    if p > 1:
+        head = pp.head_flops(c) / pp.block_flops(met_by_a_token(c), T)
+        filled = min(p * v, c.layers + 1)  # others have run with stages that are empty; 09 does not
+        counts = pp.split(c.layers, filled, head)
+        counts[-1:-1] = [0] * (p * v - filled)
+    layers = iter(memory.kind_of(recompute, i) for i in range(c.layers))
+    full = [list(islice(layers, n)).count("full") for n in counts]
+    return [
+        Part(sum(counts[rank::p]), rank == 0, rank == p - 1, sum(full[rank::p])) for rank in range(p)
+    ]
 
 
 # --- 4. What a rank holds -------------------------------------------------------------------------
 
 
 @lru_cache(None)
-def sizes_on_rank(c, tp_, ep_, layers, first, last):
+def sizes_on_rank(c, tp_, ep_, layers, first=False, last=False):
     """Numbers on a rank: (of experts, which edp shares, and of all else, which dp·cp shares)."""
     K = max(c.kv_heads // tp_, 1)  # with fewer heads than ranks, several hold the same
     block = 2 * c.dim * (c.heads // tp_ + K) * c.head_dim + 2 * c.dim
@@ -286,13 +306,6 @@ def sizes_on_rank(c, tp_, ep_, layers, first, last):
     table = -(-c.vocab // tp_) * c.dim
     ends = first * table + last * (c.dim + table * (not (c.tied and first)))
     return layers * experts, layers * block + ends
-
-
-@lru_cache(None)
-def kinds(recompute, layers):
-    """[(none, selective or full; how many of so many layers)]"""
-    every = [memory.kind_of(recompute, layer) for layer in range(layers)]
-    return [(kind, every.count(kind)) for kind in dict.fromkeys(every)]
 
 
 @lru_cache(None)
@@ -310,32 +323,34 @@ def block_kept(c, st, B, T, tp_, ep_, kind):
 def held(hw, st, lay, rank=0):
     """Bytes by kind on a rank of the pipeline at the fullest moment of a step."""
     c, n = MODELS[lay.model], lay.dp * lay.cp
-    stage = layers, first, last = stages(c, lay.pp, lay.v, lay.seq)[rank]
-    sizes = sizes_on_rank(c, lay.tp, lay.ep, *stage)
+    part = stages(c, lay.pp, lay.v, lay.seq, lay.recompute)[rank]
+    sizes = sizes_on_rank(c, lay.tp, lay.ep, part.layers, part.first, part.last)
     ranks = n * lay.tp // lay.ep, n  # over which ZeRO cuts them
     cut = {s: sum(p / (r if lay.zero >= s else 1) for p, r in zip(sizes, ranks)) for s in (1, 2, 3)}
     T = lay.seq // lay.cp
     blocks = sum(
         count * block_kept(c, st, lay.micro_batch, T, lay.tp, lay.ep, kind)
-        for kind, count in kinds(lay.recompute, layers)
+        for kind, count in part.kinds(lay.recompute)
     )
     flying = pp.in_flight(lay.schedule, lay.pp, lay.m, lay.v, rank) / lay.v
     logits = lay.micro_batch * T * -(-c.vocab // lay.tp) * (2 * E + st.logit)  # with their gradient
-    one = max(sizes_on_rank(c, lay.tp, lay.ep, 1, False, False)[1], 0)
+    one = max(sizes_on_rank(c, lay.tp, lay.ep, 1)[1], 0)
     return {
         "parameters": cut[3] * E + (2 * one * E if lay.zero == 3 else 0),
         "gradients": cut[2] * (WIDE + st.gradient) + (2 * one * WIDE if lay.zero > 1 else 0),
         "master copy": cut[1] * WIDE,
         "moments": cut[1] * 2 * WIDE,
         "activations": flying * blocks,
-        "logits and loss": logits if last else 0,
+        "logits and loss": logits if part.last else 0,
     }
 
 
 def peak(hw, st, lay):
-    """(bytes of the fullest rank of the pipeline, which one): the first or the last with 1F1B."""
-    ends = {0, lay.pp - 1} if lay.schedule in ("1f1b", "interleaved") else range(lay.pp)
-    return max((sum(held(hw, st, lay, rank).values()), rank) for rank in ends)
+    """(bytes of the fullest rank of the pipeline, which one)"""
+    ranks = range(lay.pp)
+    if lay.schedule in ("1f1b", "interleaved") and ":" not in lay.recompute:
+        ranks = {0, lay.pp - 1}  # most micro-batches in flight, or the logits
+    return max((sum(held(hw, st, lay, rank).values()), rank) for rank in ranks)
 
 
 def room(hw, st):
@@ -393,11 +408,10 @@ def tp_sent(c, B, T, tp_, kind):
 BACKWARD = {"products": 2, "attention": 2.5, "elementwise": 2}  # times the forward pass
 
 
-def micro_batch(hw, st, lay, stage, nodes):
+def micro_batch(hw, st, lay, part, nodes):
     """Seconds of a micro-batch, forward and backward, on a rank of the pipeline, line by line."""
-    c, (layers, _, last) = MODELS[lay.model], stage
+    c, (layers, _, last, full) = MODELS[lay.model], part
     n, T = lay.micro_batch * lay.seq // lay.cp, lay.seq // lay.cp
-    full = dict(kinds(lay.recompute, layers)).get("full", 0)
     block = block_seconds(c, hw, st, lay.micro_batch, lay.seq, lay.cp, lay.tp, lay.ep)
     lines = {kind: layers * t * (1 + BACKWARD[kind]) for kind, t in block.items()}
     lines["recomputed"] = full * sum(block.values())
@@ -424,7 +438,7 @@ def micro_batch(hw, st, lay, stage, nodes):
                          collective="all_to_all")
             for kind, count in (("none", layers - full), ("full", full))
         )  # fmt: skip
-    lines |= sharded(hw, st, lay, stage, nodes, sum(lines.values()))
+    lines |= sharded(hw, st, lay, part, nodes, sum(lines.values()))
     host = layers * st.host * (1 + full / max(layers, 1) / 3)
     if lay.tp > 1 and lay.pp > 1 and nodes > 1:
         host += layers * st.crossing * lay.tp
@@ -433,15 +447,15 @@ def micro_batch(hw, st, lay, stage, nodes):
     return lines
 
 
-def sharded(hw, st, lay, stage, nodes, busy):
+def sharded(hw, st, lay, part, nodes, busy):
     """What ZeRO-2 and 3 send for every micro-batch, beyond what `busy` seconds of work hide."""
     n, lines = lay.dp * lay.cp, {}
-    total = sum(sizes_on_rank(MODELS[lay.model], lay.tp, lay.ep, *stage)) * (n - 1) / n
+    total = sum(sizes_on_rank(MODELS[lay.model], lay.tp, lay.ep, *part[:3])) * (n - 1) / n
     if lay.zero >= 2 and lay.m > 1 and n > 1:
-        t = transfer(hw, stage[0], total * WIDE, n, lay.tp, nodes, "reduce_scatter")
+        t = transfer(hw, part.layers, total * WIDE, n, lay.tp, nodes, "reduce_scatter")
         lines["gradients, each time"] = max(t - st.behind * busy * 2 / 3, 0.1 * t)
     if lay.zero == 3 and n > 1:
-        t = transfer(hw, 2 * stage[0], 2 * total * E, n, lay.tp, nodes, "all_gather")
+        t = transfer(hw, 2 * part.layers, 2 * total * E, n, lay.tp, nodes, "all_gather")
         lines["weights gathered"] = max(t - st.behind * busy, 0.1 * t)
     return lines
 
@@ -449,18 +463,18 @@ def sharded(hw, st, lay, stage, nodes, busy):
 # --- 6. What a step takes -------------------------------------------------------------------------
 
 
-def once(hw, st, lay, stage, nodes, backward):
+def once(hw, st, lay, part, nodes, backward):
     """What happens once a step: gradients summed, optimizer, weights spread."""
-    n, P = lay.dp * lay.cp, sum(sizes_on_rank(MODELS[lay.model], lay.tp, lay.ep, *stage))
+    n, P = lay.dp * lay.cp, sum(sizes_on_rank(MODELS[lay.model], lay.tp, lay.ep, *part[:3]))
     lines = {"optimizer": P / (n if lay.zero else 1) * (8 * WIDE + E) / hw.hbm}
     if n == 1 or lay.zero == 3:
         return lines
-    part, send = P * (n - 1) / n, partial(transfer, hw, 1, n=n, stride=lay.tp, nodes=nodes)
+    other, send = P * (n - 1) / n, partial(transfer, hw, 1, n=n, stride=lay.tp, nodes=nodes)
     if lay.zero == 0:
-        t = send(2 * part * WIDE, collective="all_reduce")
+        t = send(2 * other * WIDE, collective="all_reduce")
     else:
-        t = send(part * WIDE, collective="reduce_scatter")
-        lines["weights spread"] = send(part * E, collective="all_gather")
+        t = send(other * WIDE, collective="reduce_scatter")
+        lines["weights spread"] = send(other * E, collective="all_gather")
     if lay.zero == 0 and lay.pp > 1 and st.unbucketed:
         lines["gradients"] = t + st.unbucketed * (n - 1)
     elif lay.zero < 2 or lay.m == 1:
@@ -497,20 +511,20 @@ class Estimate:
 def estimate(hw, st, lay):
     """Where time and bytes of a step of this layout go."""
     c, nodes = MODELS[lay.model], -(-lay.world // hw.node)
-    parts = stages(c, lay.pp, lay.v, lay.seq)
-    micro = {stage: micro_batch(hw, st, lay, stage, nodes) for stage in set(parts)}
-    total = {stage: sum(lines.values()) for stage, lines in micro.items()}
+    parts = stages(c, lay.pp, lay.v, lay.seq, lay.recompute)
+    micro = {part: micro_batch(hw, st, lay, part, nodes) for part in set(parts)}
+    total = {part: sum(lines.values()) for part, lines in micro.items()}
     slowest = max(total, key=total.get)
     lines = {name: lay.m * t for name, t in micro[slowest].items()}
     if lay.pp > 1:
         # 05's bubble is for equal stages. The slowest one waits for the others' first micro-batch.
-        others = (sum(total[stage] for stage in parts) - total[slowest]) / (lay.pp - 1)
+        others = (sum(total[part] for part in parts) - total[slowest]) / (lay.pp - 1)
         lines["pipeline fill"] = others * lay.m * idle_share(lay.schedule, lay.pp, lay.m, lay.v)
         hidden = lay.micro_batch * lay.seq // lay.cp // lay.tp * c.dim * E
         hop = transfer(hw, 1, hidden, 2, lay.dp * lay.cp * lay.tp, nodes, "send")
         lines["pipeline transfers"] = 2 * hop * (lay.pp - 1)
     last = max(
-        (once(hw, st, lay, stage, nodes, total[stage] * 2 / 3) for stage in set(parts)),
+        (once(hw, st, lay, part, nodes, total[part] * 2 / 3) for part in set(parts)),
         key=lambda lines: sum(lines.values()),
     )
     most, rank = peak(hw, st, lay)
@@ -703,15 +717,16 @@ def kept_at_most(lay, rank):
     """Bytes a global rank keeps for backward, after the forward pass when these are most (05)."""
     c, place = MODELS[lay.model], rank // (lay.dp * lay.cp * lay.tp)
     kept, wide = activations(lay, place), memory.at_least_fp32(combined.DTYPES[lay.dtype]).itemsize
-    layers = sum(map(len, combined.stage_kinds(lay, place).values()))
-    flying = most = summed = 0
+    layers = {stage: len(row) for stage, row in combined.stage_kinds(lay, place).items()}
+    flying = most = 0
+    summed = {}  # the auxiliary losses up to now, one for each layer that has had a backward pass
     for action in combined.actions(lay)[place]:
         if action.kind == "F":
             flying += kept[action.stage]
-            most = max(most, flying + summed)
+            most = max(most, flying + sum(summed.values()))
         else:
             flying -= kept[action.stage]
-            summed = wide * layers if is_mixture(c) else 0  # the auxiliary losses up to now
+            summed[action.stage] = wide * layers[action.stage] if is_mixture(c) else 0
     return most + 8 + wide  # the valid tokens of the batch, the loss up to now
 
 
@@ -734,8 +749,14 @@ def temporaries(lay, rank):
     else:
         part, weight = n * c.ffn // lay.tp * e, c.dim * c.ffn // lay.tp
 
-    layout = flats(lay, place)
-    before = dict(zip(map(id, layout.flats), [*layout.flats[1:], None]))  # in the order of backward
+    # With whose sum on its way is a flat filled? The last of a backward pass travels until the next
+    # pass begins to reduce; so activations pile up beside it.
+    layout, before = flats(lay, place), {}
+    firsts = [layout.units[units][0][0] for units in layout.stages]
+    carried = max(firsts, key=lambda flat: flat.length) if lay.m * len(firsts) > 1 else None
+    for units in map(layout.units.__getitem__, layout.stages):
+        row = list({id(flat): flat for unit in units for flat in unit}.values())
+        before |= dict(zip(map(id, row), [*row[1:], carried]))
 
     def buffers(unit):
         """Bytes of the largest flat of a unit, and of the one that travels then."""
@@ -755,6 +776,8 @@ def temporaries(lay, rank):
         if stage == last:
             logits, few = n * V * e, min(n, memory.CrossEntropyFunction.ROWS)
             at["loss"] = logits + few * V * wide + moving
+            if carried and carried.n > 1 and lay.zero >= 2:
+                at["loss"] += wide * carried.length
             at["head"] = large(units[-1], max(entered, hidden)) - logits + moving
             gone = activations(lay, place)[stage] - sum(kept_by_block(lay, kind) for kind in row)
         blocks = units[stage == 0 :][: len(row)]

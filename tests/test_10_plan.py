@@ -121,10 +121,11 @@ def test_random_layouts_are_large_and_varied():
 BARE = replace(FUSED, reserve=0.0)
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero, recompute", [(0, "none"), (1, "full:9"), (1, "selective")])
 @pytest.mark.parametrize("model, e", [("llama3-8b", 1), ("mixtral-8x7b", 8)])
-def test_memory_of_the_search_is_that_of_the_closed_forms(model, e, zero):
-    lay = Layout(model, dp=8, tp=4, pp=4, ep=e, zero=zero, seq=4096, batch=64)
+def test_memory_of_the_search_is_that_of_the_closed_forms(model, e, zero, recompute):
+    cut = dict(zero=zero, recompute=recompute)
+    lay = Layout(model, dp=8, tp=4, pp=4, ep=e, seq=4096, batch=64, **cut)
     for place in range(lay.pp):
         ours = plan.held(H100, BARE, lay, place)
         exact = plan.states(lay, place * lay.dp * lay.tp)
@@ -233,7 +234,7 @@ def test_pipeline_time_is_that_of_the_simulated_schedule(schedule, p, m):
     e = plan.estimate(H100, FUSED, lay)
     c = plan.MODELS[lay.model]
     counts = combined.layers_by_stage(lay)
-    full = {s: (n, s == 0, s == len(counts) - 1) for s, n in enumerate(counts)}
+    full = {s: plan.Part(n, s == 0, s == len(counts) - 1, 0) for s, n in enumerate(counts)}
     cost = {s: sum(plan.micro_batch(H100, FUSED, lay, x, 1).values()) for s, x in full.items()}
     assert sum(n for n, *_ in plan.stages(c, p, lay.v, 4096)) == c.layers == sum(counts)
 
