@@ -79,6 +79,7 @@ class Hardware:
     cards: int  # network cards of a node
     card: float  # bytes/s of one
     price: float  # dollars for a GPU-hour, a round number of 2025
+    # Assumed, of the size that benchmarks of collectives show; --calibrate or `curve` replace them.
     reached: float = 0.8  # share of a link's rate that a large collective reaches
     hop: float = 12e-6  # seconds until the next node has a first byte; inside it HOP
     curve: tuple = ()  # measured rates: ((nodes, all_reduce, all_gather, reduce_scatter), …)
@@ -113,7 +114,7 @@ HARDWARE["h100-efa"] = replace(
     curve=tuple((n, *(1e9 * rate for rate in rates)) for n, *rates in MEASURED),
 )
 COLUMN = {"all_reduce": 1, "all_gather": 2, "reduce_scatter": 3}
-HOP = 3e-6  # seconds until a neighbour in the node has a first byte
+HOP = 3e-6  # seconds until a neighbour in the node has a first byte; assumed
 
 
 def interpolate(table, x, column):
@@ -139,7 +140,8 @@ def link(hw, n, stride, nodes, collective):
     if spans > 1:  # in and out of a node through the cards of its ranks of the group
         rate = min(rate, hw.across * together * hw.reached)
     if hw.curve and collective in COLUMN:
-        # Neighbours meet at the first switch. Farther ones share the rest with the whole job.
+        # The curve is by nodes. Neighbours meet at the first switch, so theirs are the group's
+        # own; ranks farther apart share the higher switches with the whole job.
         reach = spans if stride == 1 else nodes if spans > 1 else 1
         measured = interpolate(hw.curve, reach, COLUMN[collective])
         rate = min(measured, hw.across * together) if spans > 1 else measured
@@ -159,7 +161,9 @@ def transfer(hw, calls, nbytes, n, stride, nodes, collective):
 class Stack:
     """What no data sheet says: how well the software uses the hardware."""
 
-    # Fitted to published runs by tests/validate.py, which prints them for each half of the data.
+    # Fitted by tests/validate.py, which prints the fits: for `eager` the first eight, to the
+    # playbook's runs; for `fused` matmul, passes and attention, to published_perf.csv, the others
+    # being assumed.
     matmul: float  # share of the sustained rate that a large product of a run reaches
     passes: float  # bytes that elementwise operations move, in units of what `touched` counts
     host: float  # seconds in which the host launches a layer, forward and backward
@@ -168,11 +172,11 @@ class Stack:
     spread: float = 0.0  # the slowest of the hosts is so much slower, for each node
     crossing: float = 0.0  # seconds a layer and tp rank, once a pipeline spans nodes
     unbucketed: float = 0.0  # seconds a dp rank, for ZeRO-0's gradients in a pipeline
+    attention: float = 0.5  # as matmul, for a fused attention kernel; for `eager` assumed
     # Not fitted.
     fp8: bool = False  # products of the blocks in FP8
-    attention: float = 0.5  # the same for a fused attention kernel
-    behind: float = 0.25  # share of the backward pass behind which gradients travel
-    # Bytes beyond what 01 to 07 keep.
+    behind: float = 0.25  # share of the backward pass behind which gradients travel; assumed
+    # Bytes beyond what 01 to 07 keep: for `eager` the copies that its operations one by one leave.
     wide: float = 0.0  # for each token and unit of width of a block: copies of its norms in fp32
     gathered: float = 0.0  # inputs of tp's column-parallel products that a block keeps whole
     logit: float = 0.0  # for each logit: copies of the loss in fp32
@@ -181,12 +185,12 @@ class Stack:
 
 
 STACKS = {
-    # Plain PyTorch launched operation by operation. Fitted to the playbook's runs (nanotron).
+    # Plain PyTorch launched operation by operation (nanotron).
     "eager": Stack(
         matmul=0.69, passes=0.68, host=4.45e-3, tp_exposed=0.48, step=0.06, spread=1.9e-3,
         crossing=2.05e-3, unbucketed=5e-3, wide=12, gathered=2, logit=6, gradient=2,
     ),
-    # Compiled or fused kernels, as in Megatron-LM or torchtitan. Fitted to published_perf.csv.
+    # Compiled or fused kernels, as in Megatron-LM or torchtitan.
     "fused": Stack(matmul=0.895, passes=0.974, host=1e-3, tp_exposed=0.48, step=0.02, behind=0.5,
                    attention=0.36),
 }  # fmt: skip
@@ -284,8 +288,9 @@ def stages(c, p, v, T, recompute="none"):
         counts[-1:-1] = [0] * (p * v - filled)
     layers = iter(memory.kind_of(recompute, i) for i in range(c.layers))
     full = [list(islice(layers, n)).count("full") for n in counts]
+    mine = [slice(rank, None, p) for rank in range(p)]
     return [
-        Part(sum(counts[rank::p]), rank == 0, rank == p - 1, sum(full[rank::p])) for rank in range(p)
+        Part(sum(counts[s]), rank == 0, rank == p - 1, sum(full[s])) for rank, s in enumerate(mine)
     ]
 
 
