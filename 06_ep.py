@@ -786,6 +786,11 @@ def show_node_limit(c, tokens, nodes=4, limits=(0, 2, 1)):
     dp.table(["nodes", "bytes, a row each", "bytes, once a node"], rows)
 
 
+def bars(shares):
+    """A picture of loads, a character an expert; ▄ is the mean."""
+    return "".join("▁▂▃▄▅▆▇█"[min(7, round(3 * share))] for share in shares)
+
+
 def show_remedies(steps=100):
     """Train from a skewed router without a remedy, with the loss, with the bias: each on a rank."""
     c = replace(PRESETS["tiny-moe"], dim=32, layers=1, heads=4, kv_heads=2, ffn=32)
@@ -794,7 +799,7 @@ def show_remedies(steps=100):
     for name in [*remedies][rank::world]:
         loads, losses = train_skewed(replace(c, **remedies[name]), steps, 8, 32)
         even = loads[-last:].sum(0)[0] / loads[-last:].sum(0)[0].mean()
-        shown = " ".join(f"{share:.1f}" for share in even.tolist())
+        shown = bars(even.tolist()) + "  " + " ".join(f"{share:.1f}" for share in even.tolist())
         before, after = imbalance(loads[:5]), imbalance(loads[-last:])
         mine[name] = [name, before, after, shown, losses[-last:].mean().item()]
     everyone = [None] * world
