@@ -1091,7 +1091,8 @@ def all_reduce_rate(megabytes):
 def calibrate(path, ranks):
     """Measure this machine and write it as an entry of HARDWARE.
 
-    One machine does not know the network between several: edit those numbers in the file.
+    One machine does not know the network between several: those numbers are to be edited in the
+    file, for a cluster of your own.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cuda = device.type == "cuda"
@@ -1130,6 +1131,7 @@ def calibrate(path, ranks):
         ["host", f"{host * 1e3:.2f} ms a layer, forward and backward"],
     ])  # fmt: skip
     print(f"\nwritten to {path}; use it with --hardware {path}")
+    print("assumed: the network between machines (cards, card, hop), and the price; edit the file")
 
 
 def read_hardware(path):

@@ -35,7 +35,7 @@ MOE = ep.Config(vocab=256, dim=128, layers=2, heads=4, kv_heads=4, ffn=256, expe
 
 
 def measure(config, flags, steps):
-    """One rank: (ms of the quickest step, [(sent by, calls, bytes)], what differs from formulas)."""
+    """One rank: (quickest step in ms, [(sent by, calls, bytes)], what differs from formulas)."""
     combined.MODELS["bench"] = config
     args = combined.parse(["--model", "bench", *flags.split()])
     groups = combined.make_groups(args, combined.layout(args))

@@ -1,4 +1,4 @@
-"""Real faults of this field (facts/bugs.md of the project's notes, ids B2 to B167) and what holds each.
+"""Real faults of this field (facts/bugs.md of the project's notes, B2 to B167) and what holds each.
 
 An id maps to the tests that try its case here, or to one sentence why the fault cannot be expressed
 in this code. Run by pytest: an id of a written chapter without an entry fails, and so does a name
@@ -22,10 +22,14 @@ IDS = {
     "09": "145 146 148 149 150 151 152 153",
     "X": "156 157 158 159 161 162 163 164 165 166 167",
 }
-WRITTEN = ["01", "02", "03", "04", "05", "06", "07", "08", "09", "X"]  # chapters whose every id has to be mapped
+# Chapters whose every id has to be mapped.
+WRITTEN = ["01", "02", "03", "04", "05", "06", "07", "08", "09", "X"]
 
 NINE, FP8, FAULTS = "test_09_all_axes::test_", "test_08_fp8::test_", "test_faults::test_"
-FILES = "01_memory", "02_dp", "03_zero", "03_checkpoint", "04_tp_sp", "09_tp", "05_pp", "06_ep", "07_cp_ring"
+FILES = (
+    "01_memory", "02_dp", "03_zero", "03_checkpoint", "04_tp_sp", "09_tp", "05_pp", "06_ep",
+    "07_cp_ring",
+)  # fmt: skip
 MEMORY, DP, ZERO, CKPT, TP, NINE_TP, PP, EP, CP = (f"test_{file}::test_" for file in FILES)
 
 TESTS = {  # id: names of tests, "file::test"
@@ -185,9 +189,11 @@ TESTS = {  # id: names of tests, "file::test"
     143: f"{FP8}no_product_accumulates_fast",
     145: f"{NINE}layouts_compute_what_one_device_does",
     146: f"{NINE}layouts_compute_what_one_device_does",
-    148: f"{NINE}layouts_compute_what_one_device_does {NINE_TP}layouts_compute_what_one_device_does",
+    148: f"{NINE}layouts_compute_what_one_device_does"
+         f" {NINE_TP}layouts_compute_what_one_device_does",
     149: f"{NINE}every_replica_computes_the_same_next_logits",
-    150: f"{NINE}expert_groups_for_every_order_of_the_axes test_09_combined::test_mesh_of_any_order",
+    150: f"{NINE}expert_groups_for_every_order_of_the_axes"
+         " test_09_combined::test_mesh_of_any_order",
     151: f"{NINE}layouts_compute_what_one_device_does {ZERO}gradients_may_arrive_in_any_order",
     152: f"{NINE}the_check_sees {NINE}layouts_compute_what_one_device_does",
     153: f"{NINE}who_reads_which_samples",
@@ -197,13 +203,13 @@ TESTS = {  # id: names of tests, "file::test"
 
 NOT_EXPRESSIBLE = {  # id: why this code cannot have the fault
     9: "One head_dim serves q, k and v, so a model with two head sizes cannot be built.",
-    77: "No shapes are exchanged: each rank knows its micro-batches' shapes from the data's, and all"
-        " transfers of a pipeline go through one group by global ranks.",
-    61: "No tensor beside q, k and v follows the heads: they are cut by one table and counted by -1,"
-        " and nothing is sliced again in attention.",
+    77: "No shapes are exchanged: each rank knows its micro-batches' shapes from the data's, and"
+        " all transfers of a pipeline go through one group by global ranks.",
+    61: "No tensor beside q, k and v follows the heads: they are cut by one table and counted by"
+        " -1, and nothing is sliced again in attention.",
     69: "There is no dropout anywhere in this repository, so no mask has a seed to get wrong.",
-    40: "Gradients are copied into the flat buffer on the stream that autograd made current; 03 makes"
-        " no side streams.",
+    40: "Gradients are copied into the flat buffer on the stream that autograd made current; 03"
+        " makes no side streams.",
     156: "No average exists in this code: every reduction is a SUM, or a MAX of flags.",
     164: "There is no dropout anywhere in this repository.",
     166: "There is no validation loop, and the number of steps is an argument on all ranks.",
@@ -246,7 +252,10 @@ def counts():
     for chapter in IDS:
         tested = sum(i in TESTS for i in ids(chapter))
         reasoned = sum(i in NOT_EXPRESSIBLE for i in ids(chapter))
-        yield f"{chapter:>3}: {len(ids(chapter)):3} faults, {tested:3} tested, {reasoned:3} cannot occur"
+        yield (
+            f"{chapter:>3}: {len(ids(chapter)):3} faults, {tested:3} tested,"
+            f" {reasoned:3} cannot occur"
+        )
 
 
 def test_counts(capsys):

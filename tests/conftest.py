@@ -2,7 +2,7 @@
 
 `./run.sh test` runs every test function of a chapter, but of its cases at most CASES, spread over
 the list, and none that is marked `full`. `./run.sh test full` runs all of them. Both start pytest
-twice: the two share a folder, and of each test the first who comes to it notes there that it has it.
+twice: the two share a folder; of each test, the first who comes to it notes there that it has it.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # recomputation and torch.optim import it at their first use: not in every rank
+import torch._dynamo  # recomputation and torch.optim import it when first used: not in every rank
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))

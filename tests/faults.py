@@ -37,7 +37,7 @@ fork = multiprocessing.get_context("fork")
 
 
 def job(argv, out, arrange=None):
-    """Start 09 with these arguments in a process of its own, as a shell would; its output in a file.
+    """Start 09 with these arguments in its own process, as a shell would; its output in a file.
 
     arrange() is called there first: what it changes, the ranks inherit.
     """
@@ -98,7 +98,7 @@ def finish(process, seconds):
     return verdict
 
 
-# --- Kills ------------------------------------------------------------------------------------------
+# --- Kills ----------------------------------------------------------------------------------------
 
 STEPS = 4
 MODELS = {  # as small as three stages and a head for each of two ranks allow
@@ -112,15 +112,16 @@ LAYOUTS = {  # by what has to be the same for a run to go on: model and precisio
         "--pp 2 --dp 2 --schedule interleaved --zero 1",
     ],
     "moe": [
-        "--dp 1", "--dp 2 --ep 2 --zero 1", "--tp 2 --ep 2 --zero 2", "--pp 2 --dp 2 --ep 2 --zero 3",
-        "--cp 2 --pp 2 --schedule zb-h1",
+        "--dp 1", "--dp 2 --ep 2 --zero 1", "--tp 2 --ep 2 --zero 2",
+        "--pp 2 --dp 2 --ep 2 --zero 3", "--cp 2 --pp 2 --schedule zb-h1",
     ],
     "fp8": ["--dp 2 --fp8 delayed", "--dp 2 --zero 2 --fp8 delayed --fp8-optimizer"],
 }  # fmt: skip
-# Where a process can be hit: the n-th call of these, before or after it, for n up to the last number.
+# Where a process can be hit: before or after the n-th call of these, for n up to the last number.
 HITS = [
-    (zero, "write_pieces", 2), (zero.Piece, "_asdict", 90), (zero, "write_index", 2), (zero, "sync", 4),
-    (Path, "rename", 2), (Path, "mkdir", 2), (dist, "all_reduce", 12), (dist, "all_gather_object", 9),
+    (zero, "write_pieces", 2), (zero.Piece, "_asdict", 90), (zero, "write_index", 2),
+    (zero, "sync", 4), (Path, "rename", 2), (Path, "mkdir", 2), (dist, "all_reduce", 12),
+    (dist, "all_gather_object", 9),
     (zero.Optimizer, "step", 3), (pp.Pipeline, "step", 3), (pp.Pipeline, "forward", 4),
     (zero, "load", 1), (zero, "verify", 1), (combined, "compose", 1), (dist, "new_group", 8),
 ]  # fmt: skip
@@ -231,13 +232,18 @@ def difference(folder, expected, bitwise):
     ours = contents(folder / "c" / f"step-{STEPS:06d}"), losses(folder)
     theirs = contents(expected / "c" / f"step-{STEPS:06d}"), losses(expected)
     if bitwise:
-        bits = [{k: t.reshape(-1).view(torch.uint8) for k, t in side[0].items()} for side in (ours, theirs)]
+        bits = [
+            {k: t.reshape(-1).view(torch.uint8) for k, t in side[0].items()}
+            for side in (ours, theirs)
+        ]
         if bits[0].keys() != bits[1].keys():
             return "other tensors"
         if wrong := [k for k in bits[0] if not torch.equal(bits[0][k], bits[1][k])]:
             return f"{len(wrong)} tensors differ, as {wrong[0]}"
         return "" if ours[1] == theirs[1] else "losses differ"
-    error, where = dp.worst_error(*({str(k): t for k, t in side[0].items()} for side in (ours, theirs)))
+    error, where = dp.worst_error(
+        *({str(k): t for k, t in side[0].items()} for side in (ours, theirs))
+    )
     rows = [np.array(side[1], dtype=float) for side in (ours, theirs)]
     if rows[0].shape != rows[1].shape or not np.allclose(*rows, rtol=1e-10, atol=0):
         return "losses differ"
@@ -276,7 +282,11 @@ def draw_plan(draw, layout, seconds):
     if draw.random() < 0.55:
         return plan | {"seconds": draw.uniform(0, 0.7 * seconds)}
     place = draw.randrange(len(HITS))
-    return plan | {"place": place, "call": draw.randint(1, HITS[place][2]), "after": draw.random() < 0.5}
+    return plan | {
+        "place": place,
+        "call": draw.randint(1, HITS[place][2]),
+        "after": draw.random() < 0.5,
+    }
 
 
 def survive(draw, root, number):
@@ -295,7 +305,9 @@ def survive(draw, root, number):
         process = job(words(family, here, folder, timeout), folder / "out",
                       arrange=lambda: quiet_train(plan, note))  # fmt: skip
         code = finish(process, 120)
-        moment = note.read_text().split("\n")[-2] if note.exists() else "not hit: it was done before"
+        moment = (
+            note.read_text().split("\n")[-2] if note.exists() else "not hit: it was done before"
+        )
         if note.exists():
             note.unlink()
         who = {"rank": "", "launcher": ", launcher killed", "stall": ", stalled"}[plan["who"]]
@@ -308,7 +320,9 @@ def survive(draw, root, number):
             wrong = "exit code 0 after a kill"
         elif plan["who"] != "launcher":
             said = (folder / "out").read_text()
-            if not re.search(rf"rank {plan['rank']} of \d+ failed|for (rank \d+, )*rank {plan['rank']}\b", said):
+            if not re.search(
+                rf"rank {plan['rank']} of \d+ failed|for (rank \d+, )*rank {plan['rank']}\b", said
+            ):
                 wrong = wrong or "nobody names the rank"
         kills.append([here, moment + who * (not moment.startswith("not")), wrong])
         if family != "fp8" and draw.random() < 0.25:
@@ -320,7 +334,9 @@ def survive(draw, root, number):
         kill[2] = kill[2] or wrong or ("the same bits" if same else "other layout, 1e-10")
         if kill[2] not in ("the same bits", "other layout, 1e-10"):
             shutil.copy(folder / "out", f"{root}/failed-{number}")
-            print(f"run {number}: {family} {kill}", (folder / "out").read_text()[-3000:], flush=True)
+            print(
+                f"run {number}: {family} {kill}", (folder / "out").read_text()[-3000:], flush=True
+            )
     shutil.rmtree(folder)
     return [(f"{family} {where}", moment, outcome) for where, moment, outcome in kills]
 
@@ -357,7 +373,7 @@ def show_kills(count, seed, minutes):
     return 0 if good == len(hits) else 1
 
 
-# --- Inputs -----------------------------------------------------------------------------------------
+# --- Inputs ---------------------------------------------------------------------------------------
 
 WRONG = [  # each breaks a rule by itself
     "--dp 0", "--dp -3", "--dp 1000000000", "--dp two", "--dp 1.5", "--tp 3", "--tp 64", "--pp 9",
@@ -366,17 +382,18 @@ WRONG = [  # each breaks a rule by itself
     "--batch 7", "--batch 0", "--batch 99999999999999999999", "--micro-batch 5", "--micro-batch 0",
     "--seq 0", "--seq -16", "--seq 100000", "--seq 1073741825", "--steps 0", "--steps -1",
     "--steps 1e3", "--lr 0", "--lr nan", "--lr -1", "--lr inf", "--lr fast", "--optimizer adam",
-    "--dtype fp16", "--seed -1", "--seed 4294967296", "--model smal", "--model x", "--data /no/such",
-    "--data /", "--check -1", "--save-every 2", "--save-every -1", "--resume", "--ckpt {text}",
-    "--csv /no/such/x.csv", "--csv /", "--csv {text}", "--trace /no/such/t", "--timeout 0",
-    "--timeout -1", "--timeout nan", "--timeout 0.001", "--on-nonfinite ignore", "--fp8 e4m3",
-    "--world 4", "--nonsense 1", "extra",
+    "--dtype fp16", "--seed -1", "--seed 4294967296", "--model smal", "--model x",
+    "--data /no/such", "--data /", "--check -1", "--save-every 2", "--save-every -1", "--resume",
+    "--ckpt {text}", "--csv /no/such/x.csv", "--csv /", "--csv {text}", "--trace /no/such/t",
+    "--timeout 0", "--timeout -1", "--timeout nan", "--timeout 0.001", "--on-nonfinite ignore",
+    "--fp8 e4m3", "--world 4", "--nonsense 1", "extra",
 ]  # fmt: skip
 RIGHT = [
     "", "--recompute full", "--recompute selective", "--recompute full:1", "--optimizer sgd",
     "--dtype float64", "--dtype bfloat16", "--seed 4294967295", "--lr 1e-6", "--on-nonfinite skip",
-    "--ckpt {new}/c", "--ckpt {new}/c --save-every 1", "--ckpt {new}/c --resume", "--csv {new}/x.csv",
-    "--check 1 --dtype float64", "--seq 32", "--timeout 60", "--fp8 delayed", "--trace {new}/t.json",
+    "--ckpt {new}/c", "--ckpt {new}/c --save-every 1", "--ckpt {new}/c --resume",
+    "--csv {new}/x.csv", "--check 1 --dtype float64", "--seq 32", "--timeout 60", "--fp8 delayed",
+    "--trace {new}/t.json",
 ]  # fmt: skip
 WILD = {
     "dp cp tp pp ep zero hybrid chunks micro-batch save-every check": [
@@ -404,7 +421,10 @@ def argument_case(draw, kind, folder):
         argv += ["--model", "small" if family == "dense" else "small-moe", *layout.split(), *more]
         return argv, {0}, [""]
     if kind == "wrong":
-        more = [w.format(new=new, text=text).split() for w in draw.sample(WRONG, draw.choice((1, 1, 2, 3)))]
+        more = [
+            w.format(new=new, text=text).split()
+            for w in draw.sample(WRONG, draw.choice((1, 1, 2, 3)))
+        ]
         return argv + sum(more, ["--dp", "2"]), {2}, [words[0].strip("-") for words in more]
     names = [(name, values) for many, values in WILD.items() for name in many.split()]
     for name, values in draw.sample(names, draw.randint(1, 4)):
@@ -459,7 +479,9 @@ def data_case(draw, right, folder):
                 "float": lambda: np.save(path, tokens / 2),
                 "table": lambda: np.save(path, tokens[None]),
                 "object": lambda: np.save(path, np.array([{}, 1], dtype=object), allow_pickle=True),
-                "mutated": lambda: path.write_bytes(mutated(draw, path.read_bytes()[:128]) + path.read_bytes()[128:]),
+                "mutated": lambda: path.write_bytes(
+                    mutated(draw, path.read_bytes()[:128]) + path.read_bytes()[128:]
+                ),
             }
         name = draw.choice(list(wrong))
         if name == "mutated":
@@ -516,9 +538,13 @@ def judge(code, out, codes, said, untouched):
         return f"exit code {code}, not {codes}"
     if not any(word in out for word in said):
         return f"says nothing of {said}"
-    if code == 2 and not any("error:" in line or line.startswith("09_combined_5d: ") for line in lines):
+    if code == 2 and not any(
+        "error:" in line or line.startswith("09_combined_5d: ") for line in lines
+    ):
         return "refused without a word"
-    if code != 2 and not lines[-1].startswith("09_combined_5d " + ("OK" if code == 0 else "FAIL: ")):
+    if code != 2 and not lines[-1].startswith(
+        "09_combined_5d " + ("OK" if code == 0 else "FAIL: ")
+    ):
         return f"last line {lines[-1]}"
     return "" if code == 0 or untouched else "something was written"
 
@@ -554,7 +580,9 @@ def inputs(count, seed=0, minutes=60, report=print):
                 wrong = wrong or "other losses"
             done.append((kind, code, wrong))
             if wrong:
-                report(f"case {number}: {wrong}: {' '.join(map(str, argv))}\n{out[-1500:]}", flush=True)
+                report(
+                    f"case {number}: {wrong}: {' '.join(map(str, argv))}\n{out[-1500:]}", flush=True
+                )
             shutil.rmtree(folder)
             if number % 25 == 24:
                 report(f"{time.monotonic() - begin:6.0f} s  {number + 1:4} inputs", flush=True)
@@ -565,10 +593,15 @@ def inputs(count, seed=0, minutes=60, report=print):
 
 def show_inputs(count, seed, minutes):
     done = inputs(count, seed, minutes)
-    results = Counter((kind, f"exit code {code}" if not wrong else wrong[:20]) for kind, code, wrong in done)
+    results = Counter(
+        (kind, f"exit code {code}" if not wrong else wrong[:20]) for kind, code, wrong in done
+    )
     print_table("inputs", results, sorted({column for _, column in results}))
     bad = sum(bool(wrong) for *_, wrong in done)
-    print(f"\n{len(done)} inputs, {sum(code == 0 for _, code, _ in done)} of them worked, {bad} not treated well")
+    print(
+        f"\n{len(done)} inputs, {sum(code == 0 for _, code, _ in done)} of them worked,"
+        f" {bad} not treated well"
+    )
     return 1 if bad else 0
 
 
@@ -601,10 +634,12 @@ def every_checkpoint(directory):
 
 
 def long(minutes, every=300, argv=()):
-    """Train for so long on two ranks; returns {minute: bytes}, the exit code and the checkpoints."""
+    """Train for so long on two ranks; returns {minute: bytes}, the exit code, the checkpoints."""
     with tempfile.TemporaryDirectory() as folder:
         words = "--dp 2 --zero 1 --batch 4 --seq 64 --steps 1000000 --lr 1e-4 --timeout 300".split()
-        words += ["--ckpt", f"{folder}/c", "--save-every", every, "--csv", f"{folder}/loss.csv", *argv]
+        words += [
+            "--ckpt", f"{folder}/c", "--save-every", every, "--csv", f"{folder}/loss.csv", *argv,
+        ]  # fmt: skip
         process = job(words, f"{folder}/out")
         begin, seen = time.monotonic(), {}
         while (now := (time.monotonic() - begin) / 60) < minutes and process.is_alive():
@@ -636,7 +671,9 @@ def main(argv):
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=["kills", "inputs", "long"])
     parser.add_argument("count", type=int, nargs="?", default=20)
-    parser.add_argument("--minutes", type=float, default=30, help="of the long run; at most, of kills")
+    parser.add_argument(
+        "--minutes", type=float, default=30, help="of the long run; at most, of kills"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)

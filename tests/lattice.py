@@ -28,7 +28,9 @@ dp, memory, ep, pp = combined.dp, combined.memory, combined.ep, combined.pp
 STEPS = 3
 BOUNDS = {"gradient": 1e-11, "clipped": 1e-11, "weight": 1e-10, "loss": 1e-12, "norm": 1e-11}
 DENSE = memory.Config(vocab=61, dim=16, layers=3, heads=4, kv_heads=2, ffn=24, tied=True)
-MOE = ep.Config(61, 16, 3, 4, 2, 8, experts=8, top_k=2, shared=1, balance=0.5, z=0.05, bias_rate=0.01)
+MOE = ep.Config(
+    61, 16, 3, 4, 2, 8, experts=8, top_k=2, shared=1, balance=0.5, z=0.05, bias_rate=0.01
+)
 MODELS = {
     "dense": DENSE,
     "untied": replace(DENSE, tied=False),

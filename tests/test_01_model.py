@@ -1,4 +1,4 @@
-"""01, the model: published sizes, an independent forward in numpy, the seams, the initialisation."""
+"""01, the model: published sizes, an independent forward in numpy, the seams, initialisation."""
 
 import dataclasses
 import random
@@ -152,16 +152,21 @@ def test_gradients_equal_numerical_ones(c):
                 ends.append(model.loss(model(ids), ids.roll(-1, 1)))
                 p.add_(direction, alpha=-step)
         slope = ((ends[0] - ends[1]) / 2e-6).item()
-        assert (gradients[name] * direction).sum().item() == pytest.approx(slope, rel=1e-6, abs=1e-6), name
+        assert (gradients[name] * direction).sum().item() == pytest.approx(
+            slope, rel=1e-6, abs=1e-6
+        ), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_norm_and_swiglu_equal_autograd(dtype):
     generator = torch.Generator().manual_seed(0)
-    x, y, w, dy = (torch.randn(s, generator=generator).to(dtype) for s in ((3, 5, 8),) * 2 + ((8,), (3, 5, 8)))
+    x, y, w, dy = (
+        torch.randn(s, generator=generator).to(dtype) for s in ((3, 5, 8),) * 2 + ((8,), (3, 5, 8))
+    )
     bound = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     pairs = [
-        (lambda a, b: memory.NormFunction.apply(a, b, 1e-5), lambda a, b: F.rms_norm(a, (8,), b, 1e-5), w),
+        (lambda a, b: memory.NormFunction.apply(a, b, 1e-5),
+         lambda a, b: F.rms_norm(a, (8,), b, 1e-5), w),
         (memory.SwiGLUFunction.apply, lambda a, b: F.silu(a) * b, y),
     ]  # fmt: skip
     for ours, theirs, second in pairs:
@@ -180,7 +185,9 @@ def test_loss_is_a_sum_over_valid_tokens():
     labels = torch.tensor([[1, -100, 6], [0, 2, -100]])
     loss = memory.summed_cross_entropy(logits, labels)
     logp = logits.log_softmax(-1)
-    torch.testing.assert_close(loss, -(logp[0, 0, 1] + logp[0, 2, 6] + logp[1, 0, 0] + logp[1, 1, 2]))
+    torch.testing.assert_close(
+        loss, -(logp[0, 0, 1] + logp[0, 2, 6] + logp[1, 0, 0] + logp[1, 1, 2])
+    )
     nothing = memory.summed_cross_entropy(logits, torch.full((2, 3), -100))
     (gradient,) = torch.autograd.grad(nothing, logits)
     assert nothing == 0 and (gradient == 0).all()
@@ -271,7 +278,11 @@ def test_each_seam_is_really_called():
         for seam in ("enter", "leave", "attend", "lookup", "loss"):
             if hasattr(module, seam):
                 default = getattr(module, seam)
-                setattr(module, seam, lambda *a, d=default, n=f"{name}.{seam}": (called.append(n), d(*a))[1])
+                setattr(
+                    module,
+                    seam,
+                    lambda *a, d=default, n=f"{name}.{seam}": (called.append(n), d(*a))[1],
+                )
     loss_and_gradients(model, tokens(SMALL))
     assert len(called) == len(set(called)) == SMALL.layers * 5 + 2 + 1 + 1
 

@@ -31,7 +31,7 @@ def dp_group():
 
 
 def sample(i, T=12):
-    """Sample i: random tokens; the first (5·i mod (T+1)) labels count, so some samples have none."""
+    """Sample i: random tokens; the first (5·i mod (T+1)) labels count, so some have none."""
     tokens = torch.randint(CONFIG.vocab, (T + 1,), generator=torch.Generator().manual_seed(i))
     valid = 5 * i % (T + 1)
     return tokens[:-1], torch.where(torch.arange(T) < valid, tokens[1:], dp.IGNORE)
@@ -141,11 +141,11 @@ def test_ring_all_reduce_of_any_length(n):
     assert all(torch.equal(square, torch.full((3, 5), n * (n + 1) / 2)) for _, square in got)
 
 
-# --- Every form against one device -----------------------------------------------------------------
+# --- Every form against one device ----------------------------------------------------------------
 
 
 def run_form(group, batches, size, config=CONFIG):
-    """One step: gradients, loss, (calls, bytes) on dp, buckets already started at the end of backward."""
+    """One step: gradients, loss, (calls, bytes) on dp, buckets started by the end of backward."""
     model = memory.build(config, dtype=F64)
     buckets = dp.Buckets(model.named_parameters(), group, size) if size else None
     with dp.Wire() as wire:
@@ -310,7 +310,7 @@ def test_every_rank_gets_as_many_samples_and_together_each_once():
             assert sorted(itertools.chain(*shares)) == list(range(step * batch, (step + 1) * batch))
 
 
-# --- Deferred weight gradients ---------------------------------------------------------------------
+# --- Deferred weight gradients --------------------------------------------------------------------
 
 
 def later_worker(tied):
@@ -438,7 +438,7 @@ def test_another_listener_changes_nothing():
                dp.launch(heard_before_worker, 2, timeout=10))  # fmt: skip
 
 
-# --- Parameters that are unused, shared, frozen, strided, of several dtypes --------------------------
+# --- Parameters that are unused, shared, frozen, strided, of several dtypes -----------------------
 
 
 class Branches(nn.Module):
@@ -815,7 +815,7 @@ def test_held_are_the_gradients_and_nothing_twice():
         assert measured == dp.held(sizes) and 2 < storages < len(sizes)
 
 
-# --- Pure functions ----------------------------------------------------------------------------------
+# --- Pure functions -------------------------------------------------------------------------------
 
 
 def test_assign_fills_buckets_in_order():
@@ -849,7 +849,11 @@ def test_tokens_to_hide():
 
 def test_hidden_share():
     waits = [("compute", "wait", 5.0, 6.0)]
-    spans = [("bucket 0", "sum", 1.0, 4.0), ("bucket 1", "sum", 2.0, 6.0), ("compute", "backward", 0, 5)]
+    spans = [
+        ("bucket 0", "sum", 1.0, 4.0),
+        ("bucket 1", "sum", 2.0, 6.0),
+        ("compute", "backward", 0, 5),
+    ]
     assert dp.hidden([waits + spans, spans]) == 1 - 1 / 14
     assert dp.hidden([[("compute", "wait", 0, 2), ("bucket 0", "sum", 0, 2)]]) == 0
 
@@ -876,7 +880,8 @@ def dry_run(n, results):
 
 
 def test_dry_run_of_buckets_looks_at_no_value():
-    context, n = multiprocessing.get_context("fork"), 512  # the fake group is the process's only one
+    # In a process of its own: the fake group is the only one of its process.
+    context, n = multiprocessing.get_context("fork"), 512
     results = context.SimpleQueue()
     process = context.Process(target=dry_run, args=(n, results))
     process.start()
@@ -887,7 +892,7 @@ def test_dry_run_of_buckets_looks_at_no_value():
     assert (calls, bytes) == tuple(map(sum, zip(*parts))) and calls == 5
 
 
-# --- Other reductions ----------------------------------------------------------------------------------
+# --- Other reductions -----------------------------------------------------------------------------
 
 
 def reduced(flat, reduce, group):
@@ -955,7 +960,9 @@ def test_hierarchical_equals_flat_and_crosses_with_a_part(n, size):
         for error, cost, formula, same in rows:
             assert error < 1e-14 and same and cost == formula
     # What a rank sends across, against an all-reduce of the whole across as many nodes.
-    assert dp.sent_hierarchical(1200, 8, size, n // size)[1][1] * size == dp.sent([9600], n // size)[1]
+    assert (
+        dp.sent_hierarchical(1200, 8, size, n // size)[1][1] * size == dp.sent([9600], n // size)[1]
+    )
 
 
 def topk_worker(share):
@@ -1042,7 +1049,7 @@ def test_loss_gap_of_compressed_reductions():
     assert plain < topk < plain + 0.2 * (forgetful - plain)
 
 
-# --- Overlap, seen ----------------------------------------------------------------------------------
+# --- Overlap, seen --------------------------------------------------------------------------------
 
 
 def trace_worker(path):

@@ -90,8 +90,12 @@ def every_collective():
         dist.all_to_all_single(
             received, rows, [1, 2, 3] if me == 0 else [0, 0, 0], [me + 1, 0, 0], group=dp_group
         )
-        dist.gather(part, [torch.empty(2) for _ in range(n)] if me == 0 else None, 0, group=dp_group)
-        dist.scatter(part, [torch.ones(2) for _ in range(n)] if me == 0 else None, 0, group=dp_group)
+        dist.gather(
+            part, [torch.empty(2) for _ in range(n)] if me == 0 else None, 0, group=dp_group
+        )
+        dist.scatter(
+            part, [torch.ones(2) for _ in range(n)] if me == 0 else None, 0, group=dp_group
+        )
         dist.barrier(group=dp_group)
         if me == 0:
             dist.send(x, 1, group=dp_group)
@@ -114,8 +118,10 @@ def test_the_meter_counts_what_each_collective_sends():
     own = [
         {("dp", "all_to_all"): (2, 16 + 0), ("dp", "gather"): (1, 0), ("dp", "scatter"): (1, 16),
          ("dp", "send"): (1, 24)},
-        {("dp", "all_to_all"): (2, 16 + 2 * 8), ("dp", "gather"): (1, 8), ("dp", "scatter"): (1, 0)},
-        {("dp", "all_to_all"): (2, 16 + 3 * 8), ("dp", "gather"): (1, 8), ("dp", "scatter"): (1, 0)},
+        {("dp", "all_to_all"): (2, 16 + 2 * 8), ("dp", "gather"): (1, 8),
+         ("dp", "scatter"): (1, 0)},
+        {("dp", "all_to_all"): (2, 16 + 3 * 8), ("dp", "gather"): (1, 8),
+         ("dp", "scatter"): (1, 0)},
     ]  # fmt: skip
     for (calls, size), mine in zip((zero, one, two), own):
         assert {k: (calls[k], size[k]) for k in calls} == {**common, **mine}
@@ -170,7 +176,9 @@ def test_an_epoch_is_every_window_once_and_the_next_one_another_order():
         assert sorted(epoch) == [list(range(9 * i, 9 * i + 9)) for i in range(11)]
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
     again = dp.Samples(tokens, T=9, seed=1)
-    assert again(25)[0].tolist() == epochs[2][3], "a function of the number, not of what came before"
+    assert again(25)[0].tolist() == epochs[2][3], (
+        "a function of the number, not of what came before"
+    )
     assert [dp.Samples(tokens, 9, seed=2)(i)[0].tolist() for i in range(11)] != epochs[0]
 
 
@@ -190,7 +198,9 @@ def test_micro_batches_keep_the_order():
     sample = dp.Samples(np.arange(100, dtype=np.uint8), T=9, seed=0)
     batches = dp.micro_batches(sample, range(3, 9), 2, "cpu")
     assert [b[0].shape for b in batches] == [(2, 9)] * 3
-    assert torch.equal(torch.cat([b[1] for b in batches]), torch.stack([sample(i)[1] for i in range(3, 9)]))
+    assert torch.equal(
+        torch.cat([b[1] for b in batches]), torch.stack([sample(i)[1] for i in range(3, 9)])
+    )
 
 
 def test_files_of_tokens(tmp_path):
@@ -320,10 +330,15 @@ def masked_gradients(size):
     return N.item(), abs(loss - expected).item(), error, len(dp.gradients(dense))
 
 
-@pytest.mark.parametrize("world, size", [(1, 1), (1, 12), (2, 1), (2, 2), (3, 2), (3, 4), (4, 1), (6, 2)])
+@pytest.mark.parametrize(
+    "world, size",
+    [(1, 1), (1, 12), (2, 1), (2, 2), (3, 2), (3, 4), (4, 1), (6, 2)],
+)
 def test_uneven_valid_tokens_give_the_dense_gradient(world, size):
     valid = sum(0 if i in (2, 3) else 5 * i % 16 + 1 for i in range(12))
-    for N, loss_gap, (error, name), compared in dp.launch(masked_gradients, world, size, timeout=30):
+    for N, loss_gap, (error, name), compared in dp.launch(
+        masked_gradients, world, size, timeout=30
+    ):
         assert N == valid and loss_gap < 1e-12 and compared == 21
         assert error < 1e-11, name
 
@@ -337,7 +352,7 @@ def test_a_batch_without_valid_tokens_divides_by_one():
     assert dp.launch(no_token_at_all, 2, timeout=20) == [1, 1]
 
 
-# --- as a user starts it ---------------------------------------------------------------------------
+# --- as a user starts it --------------------------------------------------------------------------
 
 
 @pytest.mark.full

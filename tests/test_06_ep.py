@@ -484,7 +484,7 @@ def test_dispatch_on_another_wire():
 
 
 def optimizer_of(model, experts, rest, **more):
-    """03's optimizer, not cut: the groups over which gradients of experts, of all else, are summed."""
+    """03's optimizer, not cut; gradients of experts, of all else, are summed over these groups."""
     groups = {
         name: (None, (experts,) if ep.is_expert(name) else (rest,))
         for name, _ in model.named_parameters()

@@ -89,7 +89,9 @@ def test_finite_is_what_each_format_says():
     finite = patterns.view(E4M3).float().isfinite().tolist()
     assert finite == [False, True, True, True, False, True]
     assert patterns.view(E4M3).float()[1] == 448 and patterns.view(E4M3).float()[2] == 0
-    assert patterns.view(E5M2).float().isfinite().tolist() == [False, False, True, False, False, False]
+    assert patterns.view(E5M2).float().isfinite().tolist() == [
+        False, False, True, False, False, False,
+    ]  # fmt: skip
     assert patterns.view(E5M2).float()[3] == math.inf
 
 
@@ -99,7 +101,9 @@ def test_cast_is_to_the_nearest_and_ties_to_even(dtype):
     values = values[values.isfinite()].unique()
     top = values.max().item()
     middle = (values[1:] + values[:-1]) / 2
-    x = torch.cat((random(4000, dtype=F64) * 3, random(4000, seed=1, dtype=F64) * top, middle, values))
+    x = torch.cat(
+        (random(4000, dtype=F64) * 3, random(4000, seed=1, dtype=F64) * top, middle, values)
+    )
     ours = fp8.cast(x.float(), dtype).double()
     distance = (x.float().double()[:, None] - values).abs()
     assert torch.equal((ours - x.float()).abs().clamp(max=1e9), distance.amin(1).clamp(max=1e9))
@@ -205,10 +209,17 @@ def test_zeros_subnormals_and_values_that_are_not_finite(name):
     r = fp8.RECIPES[name]
     for block in (r.tile, r.block):
         zeros = fp8.quantise(torch.zeros(128, 256), block, E4M3, r.rule)
-        assert (fp8.value(zeros) == 0).all() and (zeros.scale > 0).all() and zeros.scale.isfinite().all()
+        assert (
+            (fp8.value(zeros) == 0).all()
+            and (zeros.scale > 0).all()
+            and zeros.scale.isfinite().all()
+        )
         tiny = torch.full((128, 256), 1e-40)  # below fp32's normal numbers
         q = fp8.quantise(tiny, block, E4M3, r.rule)
-        assert fp8.value(q).isfinite().all() and (fp8.value(q) - tiny).abs().max() <= 2.0**-126 * 2**-10
+        assert (
+            fp8.value(q).isfinite().all()
+            and (fp8.value(q) - tiny).abs().max() <= 2.0**-126 * 2**-10
+        )
         x = random(128, 256)
         x[:, :128] = 0  # a block of zeros among others
         q = fp8.value(fp8.quantise(x, block, E4M3, r.rule))
@@ -239,9 +250,13 @@ def test_one_huge_outlier_spoils_its_block_only():
 @pytest.mark.parametrize("name", ["tensor", "block", "mx"])
 @pytest.mark.parametrize("m, k, n", [(17, 100, 48), (24, 31, 1000), (12, 129, 1), (0, 64, 32)])
 def test_sizes_that_no_block_divides_are_padded_exactly(name, m, k, n):
-    """Zeros in the padding: the same numbers as if the matrices had been larger and cut afterwards."""
+    """Zeros in the padding: the same numbers as if matrices had been larger and cut afterwards."""
     how, up = fp8.FP8(fp8.RECIPES[name]), lambda size: size + -size % 128
-    x, w, dy = random(m, k, dtype=F64), random(n, k, seed=1, dtype=F64), random(m, n, seed=2, dtype=F64)
+    x, w, dy = (
+        random(m, k, dtype=F64),
+        random(n, k, seed=1, dtype=F64),
+        random(m, n, seed=2, dtype=F64),
+    )
 
     def pad(t):
         larger = t.new_zeros(up(t.shape[0]), up(t.shape[1]))
@@ -331,7 +346,9 @@ def test_a_product_is_that_of_the_rounded_operands():
 def test_seven_linears_of_each_block_and_nothing_else():
     model = memory.build(SMALL)
     names = fp8.use(model, "block").names
-    parts = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+    parts = [f"self_attn.{x}_proj" for x in "qkvo"] + [
+        f"mlp.{x}_proj" for x in ("gate", "up", "down")
+    ]
     assert names == [f"layers.{i}.{part}" for i in range(2) for part in parts]
     assert model.lm_head.how is memory.Plain
     of_moe = fp8.use(ep.build_moe(replace(MOE, shared=1)), "block").names
@@ -418,7 +435,7 @@ def test_weight_gradients_later_are_the_same(recipe):
 
 
 def test_no_copy_of_a_weight_or_code_is_kept_for_backward():
-    """01's formula for what a step keeps holds with FP8 too: it changes products, not what stays."""
+    """01's formula for what a step keeps holds with FP8: it changes products, not what stays."""
     tokens, labels = batch(SMALL, 2, 24)
     for recipe in ("tensor", "block", "mx"):
         for mode in ("none", "selective", "full"):
@@ -542,7 +559,7 @@ def test_histories_and_weights_do_not_depend_on_dp_or_micro_batches():
             assert dp.worst_error(results[step], seen[step])[0] < 1e-6
             assert dp.worst_error(other[step], seen[step])[0] < 1e-6
         assert len(parameters) == 21
-        # One rounding that falls on the other side of a tie would be seen here. In float64 none does.
+        # A rounding that falls on the other side of a tie would be seen here. In float64 none does.
         assert dp.worst_error(parameters, weights)[0] < 1e-10
         assert dp.worst_error(other_weights, weights)[0] < 1e-10
 
@@ -693,7 +710,9 @@ def pipeline(schedule, recipe, m):
     c, replica = replace(SMALL, layers=4), dist.get_rank() // 2
     plan = pp.schedules()[schedule]
     lowered = pp.lower(plan.make(2, m))
-    mine = [s for s, r in enumerate(pp.ranks_of_stages(schedule, 2, plan.v)) if r == made["pp"].rank()]
+    mine = [
+        s for s, r in enumerate(pp.ranks_of_stages(schedule, 2, plan.v)) if r == made["pp"].rank()
+    ]
     stages = pp.cut_stages(memory.build(c, dtype=F64), [4 // (2 * plan.v)] * 2 * plan.v, mine)
     state = fp8.use([*stages.values()], recipe)
     pipe = pp.Pipeline(stages, lowered, made["pp"], lambda t: (*t.shape, c.dim), memory.Later)
@@ -861,7 +880,9 @@ def test_an_expert_is_a_linear_of_its_own():
         grouped = fp8.GroupedFP8(how, sizes, None)
         y, dx, dw = grouped.forward(x, w), grouped.input_grad(dy, w), grouped.weight_grad(dy, x)
         assert y.shape == (135, 48) and dx.shape == (135, 64) and dw.shape == (3, 48, 64)
-        assert torch.equal(y[5:], how.forward(x[5:], w[2])) and torch.equal(y[:5], how.forward(x[:5], w[0]))
+        assert torch.equal(y[5:], how.forward(x[5:], w[2])) and torch.equal(
+            y[:5], how.forward(x[:5], w[0])
+        )
         assert torch.equal(dx[5:], how.input_grad(dy[5:], w[2]))
         assert torch.equal(dw[2], how.weight_grad(dy[5:], x[5:])) and (dw[1] == 0).all()
         assert dp.relative_error(dw, ep.Grouped(sizes, None).weight_grad(dy, x)) < 0.08
@@ -925,7 +946,9 @@ def test_a_bad_number_is_seen_behind_the_wire():
     x = random(300)
     x[200] = math.inf
     back = fp8.decode(fp8.encode(x))
-    assert back[128:256].isnan().all() and back[:128].isfinite().all() and back[256:].isfinite().all()
+    assert (
+        back[128:256].isnan().all() and back[:128].isfinite().all() and back[256:].isfinite().all()
+    )
     assert (fp8.decode(fp8.encode(torch.zeros(300))) == 0).all()
 
 
@@ -981,7 +1004,9 @@ def test_a_dispatch_in_fp8():
 
 
 def test_rounding_at_random_is_right_on_average_and_repeats():
-    x = torch.cat((random(200) * 10, random(200, seed=1) * 1e-3, torch.tensor([0.0, 448, -448, 1e-3])))
+    x = torch.cat(
+        (random(200) * 10, random(200, seed=1) * 1e-3, torch.tensor([0.0, 448, -448, 1e-3]))
+    )
     for dtype in (E4M3, BF16):
         total, n = torch.zeros_like(x), 500
         for i in range(n):
@@ -991,14 +1016,19 @@ def test_rounding_at_random_is_right_on_average_and_repeats():
         spacing = (x.abs() / 8).clamp(min=2**-9) if dtype == E4M3 else x.abs() / 128
         assert ((total / n - x).abs() <= 5 * spacing / math.sqrt(n) + 1e-7).all()
     a, b = (fp8.noise(1000, torch.tensor(7.0), 1, "cpu") for _ in range(2))
-    c, d = fp8.noise(1000, torch.tensor(8.0), 1, "cpu"), fp8.noise(1000, torch.tensor(7.0), 2, "cpu")
+    c, d = (
+        fp8.noise(1000, torch.tensor(8.0), 1, "cpu"),
+        fp8.noise(1000, torch.tensor(7.0), 2, "cpu"),
+    )
     assert torch.equal(a, b) and (a == c).float().mean() < 0.01 and (a == d).float().mean() < 0.01
 
 
 def test_a_second_moment_shrinks_though_a_step_is_less_than_half_a_spacing():
     p = torch.zeros(1280, requires_grad=True)
     optimizer = fp8.FP8AdamW([p], lr=0.0, betas=(0.9, 0.99), weight_decay=0.0)
-    exact = torch.optim.AdamW([q := torch.zeros(1280, requires_grad=True)], lr=0.0, betas=(0.9, 0.99))
+    exact = torch.optim.AdamW(
+        [q := torch.zeros(1280, requires_grad=True)], lr=0.0, betas=(0.9, 0.99)
+    )
     for step in range(150):
         p.grad = q.grad = random(1280, seed=step) * (1.0 if step < 50 else 0.01)
         optimizer.step()

@@ -39,7 +39,7 @@ def models(monkeypatch):
         f"{ALL_FIVE} --schedule 1f1b --zero 2 --optimizer sgd --recompute selective --ep 8",
         "--pp 4 --batch 8 --micro-batch 2 --model tied-moe --schedule afab --zero 0",
         "--tp 4 --pp 2 --batch 4 --micro-batch 1 --model untied --schedule zb-h1 --zero 1",
-        "--dp 2 --pp 2 --batch 8 --micro-batch 1 --model dense --zero 3",  # a table cut on two ranks
+        "--dp 2 --pp 2 --batch 8 --micro-batch 1 --model dense --zero 3",  # a table cut on 2 ranks
     ],
 )
 def test_layouts_compute_what_one_device_does(argv):
@@ -73,7 +73,7 @@ def test_the_lattice():
     assert (count, failures) == (1344, [])
 
 
-# --- What goes wrong where axes are composed ---------------------------------------------------------
+# --- What goes wrong where axes are composed ------------------------------------------------------
 #
 # Each trap is a change to one line of what the ranks run. The check has to see it.
 
@@ -295,16 +295,19 @@ def test_every_replica_computes_the_same_next_logits(argv):
 @pytest.mark.parametrize(
     "argv, message",
     [
-        ("--pp 6", "--pp 6 with 1 chunks a rank is 6 stages: the 4 layers of tiny are enough for --pp 5"),
+        ("--pp 6",
+         "--pp 6 with 1 chunks a rank is 6 stages: the 4 layers of tiny are enough for --pp 5"),
         ("--pp 3 --schedule zb-v", "is 6 stages: the 4 layers of tiny are enough for --pp 2"),
         ("--pp 2 --schedule interleaved --batch 3 --micro-batch 1",
          "3 micro-batches are no multiple of --pp 2: the nearest are 2 or 4"),
         ("--schedule zbv --pp 2", "--schedule zbv: did you mean zb-v?"),
         ("--ep 2", "--ep 2: tiny has no experts"),
-        ("--model tiny-moe --dp 3 --ep 2", "--ep 2 does not divide both 8 experts and dp x cp x tp = 3:"
-         " the nearest are 1"),
-        ("--model tiny-moe --dp 4 --ep 2 --zero 1 --hybrid 4", "--hybrid 4 does not divide the 2 ranks"),
-        ("--pp 2 --schedule zb-h1 --zero 3 --recompute selective", "needs the norm, which --zero 3"),
+        ("--model tiny-moe --dp 3 --ep 2",
+         "--ep 2 does not divide both 8 experts and dp x cp x tp = 3: the nearest are 1"),
+        ("--model tiny-moe --dp 4 --ep 2 --zero 1 --hybrid 4",
+         "--hybrid 4 does not divide the 2 ranks"),
+        ("--pp 2 --schedule zb-h1 --zero 3 --recompute selective",
+         "needs the norm, which --zero 3"),
         ("--pp 0 --ep -1 --chunks 0", "--ep -1: at least 1"),
         ("--fp8 dellayed", "--fp8 dellayed: did you mean delayed?"),
         ("--fp8-optimizer --optimizer sgd", "--fp8-optimizer: for --optimizer adamw, not sgd"),
@@ -327,7 +330,7 @@ def test_every_parameter_of_every_model_matches_one_row():
         assert sorted(sum(combined.sync_rows(names), [])) == sorted(names)
 
 
-# --- Checkpoints ------------------------------------------------------------------------------------
+# --- Checkpoints ----------------------------------------------------------------------------------
 
 
 def train(argv):
@@ -340,7 +343,8 @@ def train(argv):
 @pytest.mark.parametrize(
     "model, layouts",
     [
-        ("tied-moe", ["--pp 2 --schedule zb-v --dp 2 --ep 2 --zero 3", "--tp 2 --pp 2 --ep 2 --zero 1"]),
+        ("tied-moe",
+         ["--pp 2 --schedule zb-v --dp 2 --ep 2 --zero 3", "--tp 2 --pp 2 --ep 2 --zero 1"]),
         ("dense", ["--pp 4 --zero 0", "--pp 2 --schedule interleaved --dp 2 --zero 2"]),
         ("moe", ["--cp 2 --dp 2 --ep 4 --zero 2", "--pp 2 --schedule zb-h1 --tp 2 --ep 1"]),
     ],
@@ -366,7 +370,7 @@ def test_a_run_that_changes_its_layout_goes_on_as_one_device_would(capfd, tmp_pa
     assert len(set(losses[0])) == 4
 
 
-# --- The timeline ------------------------------------------------------------------------------------
+# --- The timeline ---------------------------------------------------------------------------------
 
 
 def test_the_trace_has_all_ranks_on_one_timeline(capfd, tmp_path):
@@ -392,7 +396,7 @@ def test_the_trace_has_all_ranks_on_one_timeline(capfd, tmp_path):
     assert ends[0] < ends[1], "the second stage waits, and ends after the first"
 
 
-# --- FP8 ---------------------------------------------------------------------------------------------
+# --- FP8 ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -441,7 +445,7 @@ def test_an_fp8_run_goes_on_in_another_layout(capfd, tmp_path):
     assert len(losses[0]) == 4 and max(abs(a - b) for a, b in zip(*losses)) < 1e-10
 
 
-# --- The dry run ------------------------------------------------------------------------------------
+# --- The dry run ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

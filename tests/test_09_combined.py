@@ -1,4 +1,4 @@
-"""09: the composed run equals one device, the arguments' rules, the mesh, the sync table, the dry run."""
+"""09: the composed run equals one device; arguments' rules, mesh, sync table, dry run."""
 
 import ast
 import csv
@@ -154,7 +154,7 @@ def test_the_reference_uses_nothing_of_the_later_chapters():
     assert called == {"reference", "plain_model", "PlainMoE", "torch_optimizer", "learning_rate"}
 
 
-# --- a step that must not happen -------------------------------------------------------------------
+# --- a step that must not happen ------------------------------------------------------------------
 
 
 def poisoned_run(argv, where):
@@ -190,7 +190,10 @@ def poisoned_run(argv, where):
     return code, poisoned.calls, len(same), all(same)
 
 
-@pytest.mark.parametrize("where, said", [("loss", "first on rank 1"), ("gradient", "the gradient of lm_head.weight")])
+@pytest.mark.parametrize(
+    "where, said",
+    [("loss", "first on rank 1"), ("gradient", "the gradient of lm_head.weight")],
+)
 def test_what_is_not_finite_stops_all_ranks_and_changes_nothing(capfd, where, said):
     argv = "--dp 3 --steps 5 --seq 24".split()
     assert dp.launch(poisoned_run, 3, argv, where, timeout=60) == [(1, 2, 39, True)] * 3
@@ -198,7 +201,7 @@ def test_what_is_not_finite_stops_all_ranks_and_changes_nothing(capfd, where, sa
     assert last.startswith("09_combined_5d FAIL: step 2: ") and said in last
 
 
-# --- precision -------------------------------------------------------------------------------------
+# --- precision ------------------------------------------------------------------------------------
 
 
 def small_steps():
@@ -206,7 +209,8 @@ def small_steps():
     args = combined.parse(["--optimizer", "sgd"])
     groups = dict.fromkeys((n for n, _ in model.named_parameters()), (None, ()))
     optimizer = combined.zero.Optimizer(
-        model, combined.zero.llama_units(model), groups, 0, combined.partial(combined.torch_optimizer, args)
+        model, combined.zero.llama_units(model), groups, 0,
+        combined.partial(combined.torch_optimizer, args),
     )  # fmt: skip
     for _ in range(8):
         for flat in optimizer.order:
@@ -247,7 +251,7 @@ def test_learning_rate():
     assert all(a > b for a, b in zip(rates[10:], rates[11:])) and 0.1 < rates[-1] < 0.102
 
 
-# --- the mesh and the table --------------------------------------------------------------------------
+# --- the mesh and the table -----------------------------------------------------------------------
 
 
 def test_mesh_of_any_order():
@@ -282,7 +286,12 @@ def test_every_parameter_matches_one_row():
         with torch.device("meta"):
             names = [n for n, _ in memory.Llama(c).named_parameters()]
         assert sorted(sum(combined.sync_rows(names), [])) == sorted(names)
-    for stranger in ("layers.0.self_attn.bias", "norm.weight2", "my.norm.weight", "layers.x.norm.weight"):
+    for stranger in (
+        "layers.0.self_attn.bias",
+        "norm.weight2",
+        "my.norm.weight",
+        "layers.x.norm.weight",
+    ):
         with pytest.raises(ValueError, match=f"{stranger} matches 0 rows"):
             combined.sync_rows([stranger])
     twice = combined.SYNC + [(r"norm\..*", (), ())]
@@ -290,7 +299,7 @@ def test_every_parameter_matches_one_row():
         combined.sync_rows(["norm.weight"], twice)
 
 
-# --- bad input ---------------------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -298,20 +307,29 @@ def test_every_parameter_matches_one_row():
     [
         ("--model tinny", ["--model tinny: did you mean tiny?"]),
         ("--model gpt", ["--model gpt: one of tiny, smollm-1.7b"]),
-        ("--dtype fp16 --optimizer adam", ["--optimizer adam: did you mean adamw?", "--dtype fp16: "]),
-        ("--batch 10 --dp 3", ["--batch 10 is not a multiple of dp 3 x micro-batch 3 = 9: the nearest are 9 or 18"]),
+        ("--dtype fp16 --optimizer adam",
+         ["--optimizer adam: did you mean adamw?", "--dtype fp16: "]),
+        ("--batch 10 --dp 3",
+         ["--batch 10 is not a multiple of dp 3 x micro-batch 3 = 9: the nearest are 9 or 18"]),
         ("--batch 2 --dp 4 --micro-batch 1", ["= 4: the nearest are 4"]),
-        ("--dp 0 --steps -1 --seq 0", ["--dp 0: at least 1", "--seq 0: at least 1", "--steps -1: at least 1"]),
-        ("--lr nan --seed -3", ["--seed -3: from 0 to 2^32 - 1", "--lr nan: above 0, at most a million"]),
-        ("--data /no/such/file --model tinny", ["--model tinny", "--data /no/such/file: no such file"]),
-        ("--dry-run --dp 2 --world 3 --rank 3", ["3 ranks, but the layout dp 2 needs 2", "--rank 3: from 0 to 2"]),
-        ("--csv /no/such/folder/x.csv --timeout 1e300", ["--timeout 1e+300: above 0", "--csv /no/such/folder/x.csv: no such folder"]),
+        ("--dp 0 --steps -1 --seq 0",
+         ["--dp 0: at least 1", "--seq 0: at least 1", "--steps -1: at least 1"]),
+        ("--lr nan --seed -3",
+         ["--seed -3: from 0 to 2^32 - 1", "--lr nan: above 0, at most a million"]),
+        ("--data /no/such/file --model tinny",
+         ["--model tinny", "--data /no/such/file: no such file"]),
+        ("--dry-run --dp 2 --world 3 --rank 3",
+         ["3 ranks, but the layout dp 2 needs 2", "--rank 3: from 0 to 2"]),
+        ("--csv /no/such/folder/x.csv --timeout 1e300",
+         ["--timeout 1e+300: above 0", "--csv /no/such/folder/x.csv: no such folder"]),
         ("--seq 100000000", ["tokens are too few for --seq 100000000 and a next token"]),
     ],
 )  # fmt: skip
 def test_bad_arguments_get_one_message_with_all_rules(capfd, argv, messages):
     lines = run(capfd, *argv.split(), code=2)
-    assert len(lines) == len(messages) and all(line.startswith("09_combined_5d: ") for line in lines)
+    assert len(lines) == len(messages) and all(
+        line.startswith("09_combined_5d: ") for line in lines
+    )
     for message, line in zip(messages, lines):
         assert message in line
     assert not dist.is_initialized()
@@ -370,7 +388,7 @@ def test_torchrun(script):
     assert all(len(line) <= 80 for line in out.stdout.splitlines())
 
 
-# --- the dry run ---------------------------------------------------------------------------------------
+# --- the dry run ----------------------------------------------------------------------------------
 
 
 def real_step(argv):
@@ -393,7 +411,12 @@ def real_step(argv):
 
 @pytest.mark.parametrize(
     "layout",
-    ["--dp 2", "--dp 2 --dtype bfloat16 --zero 3", "--dp 1 --cp 2 --zero 1", "--dp 4 --zero 2 --hybrid 2"],
+    [
+        "--dp 2",
+        "--dp 2 --dtype bfloat16 --zero 3",
+        "--dp 1 --cp 2 --zero 1",
+        "--dp 4 --zero 2 --hybrid 2",
+    ],
 )
 def test_a_dry_run_holds_and_sends_what_a_real_step_does(capfd, layout):
     argv = [*layout.split(), "--batch", "8", "--seq", "24", "--micro-batch", "2"]
@@ -428,7 +451,10 @@ def test_a_dry_run_of_a_world_that_no_machine_here_could_hold(capfd):
     lines = run_dry(capfd, *"--model llama3-8b --dp 256 --batch 512 --micro-batch 1".split(),
                     *"--seq 8192 --dtype bfloat16 --zero 1 --rank 255".split())  # fmt: skip
     N = memory.parameter_count(memory.PRESETS["llama3-8b"])
-    held = {cells[0]: int(cells[-1].replace(",", ""))
-            for line in lines if len(cells := re.split(r" {2,}", line)) == 3 and cells[0] != "held between steps"}  # fmt: skip
+    held = {
+        cells[0]: int(cells[-1].replace(",", ""))
+        for line in lines
+        if len(cells := re.split(r" {2,}", line)) == 3 and cells[0] != "held between steps"
+    }
     assert held == {"parameters": 2 * N, "gradients": 4 * N, "master copy": 4 * N // 256,
                     "moments": 8 * N // 256}  # fmt: skip

@@ -1,4 +1,4 @@
-"""10: the closed forms equal 09's dry run; collectives, time, search and advice; the command line."""
+"""10: the closed forms equal 09's dry run; collectives, time, search, advice; the command line."""
 
 import json
 import math
@@ -82,7 +82,11 @@ def random_layout(number):
     dice = random.Random(number)
     while True:
         model = dice.choice(REAL)
-        t, p, k = dice.choice([1, 2, 4, 8, 16]), dice.choice([1, 2, 4, 8, 16]), dice.choice([1, 2, 4])
+        t, p, k = (
+            dice.choice([1, 2, 4, 8, 16]),
+            dice.choice([1, 2, 4, 8, 16]),
+            dice.choice([1, 2, 4]),
+        )
         d, m = 2 ** dice.randrange(11), dice.choice([1, 2, 4]) * (p if p < 16 else 1)
         experts = plan.is_mixture(plan.MODELS[model])
         lay = Layout(
@@ -93,7 +97,9 @@ def random_layout(number):
             cp_kind=dice.choice(["ring", "allgather"]),
         )  # fmt: skip
         rank = dice.randrange(lay.world)
-        if lay.world <= 16384 and not combined.violations(plan.arguments_of_09(lay, rank), lay.world):
+        if lay.world <= 16384 and not combined.violations(
+            plan.arguments_of_09(lay, rank), lay.world
+        ):
             if plan.MODELS[model].layers <= 24 * p:  # a rank's part: fake tensors take time, too
                 return lay, rank
 
@@ -140,7 +146,9 @@ def test_a_stack_with_more_copies_holds_more():
     lay = Layout("llama3-8b", dp=8, tp=4, seq=4096, batch=64)
     more = {"wide": 12, "gathered": 2, "logit": 6, "gradient": 2}
     for name, value in more.items():
-        bare, with_it = (plan.peak(H100, st, lay)[0] for st in (BARE, replace(BARE, **{name: value})))
+        bare, with_it = (
+            plan.peak(H100, st, lay)[0] for st in (BARE, replace(BARE, **{name: value}))
+        )
         assert with_it > bare
 
 
@@ -262,7 +270,7 @@ def test_the_host_is_waited_for_when_there_is_little_work():
     assert plan.estimate(H100, FUSED, lay).lines["waiting for the host"] == 0
 
 
-# --- search, rules, mistakes -----------------------------------------------------------------------
+# --- search, rules, mistakes ----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -298,11 +306,15 @@ def test_the_search_misses_nothing(found):
 
 def test_fixed_degrees_are_kept():
     estimates, _ = plan.search(H100, FUSED, "llama3-70b", 64, 512, 8192, dict(tp=8, pp=4, zero=1))
-    assert estimates and all((e.layout.tp, e.layout.pp, e.layout.zero) == (8, 4, 1) for e in estimates)
+    assert estimates and all(
+        (e.layout.tp, e.layout.pp, e.layout.zero) == (8, 4, 1) for e in estimates
+    )
 
 
 def test_rules_are_compared_with_the_ranking(found):
-    rows = {rule: (best, cost) for _, rule, best, cost in plan.advice(H100, "llama3-8b", 64, found[0])}
+    rows = {
+        rule: (best, cost) for _, rule, best, cost in plan.advice(H100, "llama3-8b", 64, found[0])
+    }
     best, cost = rows["tp first, as far as the node goes"]
     assert best.layout.tp == 8 and cost == pytest.approx(found[0][0].speed / best.speed - 1)
     assert "under 10B parameters: one technique alone" in rows
@@ -327,11 +339,15 @@ def test_plans_for_1_to_512_nodes_take_less_than_ten_seconds(capsys):
     begin = time.process_time()
     assert plan.main(["--model", "llama3-70b", "--gpus", "8-4096"]) == 0
     assert time.process_time() - begin < 10
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "tp" in line or "dp" in line]
+    rows = [
+        line.split()
+        for line in capsys.readouterr().out.splitlines()
+        if "tp" in line or "dp" in line
+    ]
     assert [int(row[0].replace(",", "")) for row in rows] == [32 * 2**i for i in range(8)]
 
 
-# --- the command line -------------------------------------------------------------------------------
+# --- the command line -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -386,12 +402,13 @@ def test_calibration_writes_an_entry_that_is_read_back(tmp_path, capsys):
     saved = json.loads(path.read_text())["hardware"]
     assert saved["node"] == 2 or torch.cuda.is_available()
     capsys.readouterr()
-    argv = ["--model", "tiny", "--gpus", "2", "--seq", "128", "--batch", "8", "--hardware", str(path)]
+    argv = ["--model", "tiny", "--gpus", "2", "--seq", "128", "--batch", "8",
+            "--hardware", str(path)]  # fmt: skip
     assert plan.main(argv) == 0
     assert "dp2" in capsys.readouterr().out
 
 
-# --- what tests/validate.py computes with -----------------------------------------------------------
+# --- what tests/validate.py computes with ---------------------------------------------------------
 
 
 def test_constants_are_found_again_in_runs_made_from_them():

@@ -45,7 +45,7 @@ def words(layout, *more, family="dense", timeout=30):
     return lambda folder: [*faults.words(family, layout, folder, timeout), *map(str, more)]
 
 
-# --- The campaigns ----------------------------------------------------------------------------------
+# --- The campaigns --------------------------------------------------------------------------------
 
 
 def test_a_few_random_kills():
@@ -83,7 +83,7 @@ def test_memory_stays_flat():
     assert len(late) >= 3 and max(late) < 1.01 * late[0]
 
 
-# --- SIGTERM ----------------------------------------------------------------------------------------
+# --- SIGTERM --------------------------------------------------------------------------------------
 
 
 def at_call(owner, name, call, rank, act):
@@ -102,7 +102,9 @@ def at_call(owner, name, call, rank, act):
 @pytest.mark.parametrize("layout", ["--dp 2 --zero 2", "--pp 2 --tp 2 --schedule zb-v"])
 def test_sigterm_to_one_rank_saves_on_all_and_resuming_gives_the_same_digits(root, layout):
     act = lambda: os.kill(os.getpid(), signal.SIGTERM)
-    code, out, folder, _ = run(root, words(layout), partial(at_call, pp.Pipeline, "step", 2, 1, act))
+    code, out, folder, _ = run(
+        root, words(layout), partial(at_call, pp.Pipeline, "step", 2, 1, act)
+    )
     assert code == 0 and "SIGTERM: stopped after step 3" in out, out
     assert sorted(p.name for p in (folder / "c").iterdir()) == ["step-000002", "step-000003"]
     code, out, folder, _ = run(root, words(layout))
@@ -119,7 +121,7 @@ def test_sigterm_to_the_launcher_is_passed_on(root):
     assert (folder / "c" / f"step-{int(said[1]):06d}" / "index.json").exists()
 
 
-# --- Who dies or hangs --------------------------------------------------------------------------------
+# --- Who dies or hangs ----------------------------------------------------------------------------
 
 
 def test_a_rank_that_hangs_is_named_with_the_collective(root):
@@ -128,13 +130,15 @@ def test_a_rank_that_hangs_is_named_with_the_collective(root):
     argv = words("--dp 3 --zero 3", timeout=3)
     code, out, folder, took = run(root, argv, partial(at_call, zero.Optimizer, "step", 3, 1, act))
     assert code == 1 and took < 30, (code, took)
-    assert re.search(r"rank [02] waited in all_reduce over \S+ for rank 1 \(died or hangs\)", out), out
+    assert re.search(
+        r"rank [02] waited in all_reduce over \S+ for rank 1 \(died or hangs\)", out
+    ), out
     assert [p.name for p in (folder / "c").iterdir()] == ["step-000002"]
     assert "Traceback" not in out
 
 
 def test_rank_0_hangs_before_the_ranks_have_met(root):
-    """The launcher keeps the store in which they meet: with rank 0 all would hang, time-out or not."""
+    """The launcher keeps the store where they meet: with rank 0 all would hang, time-out or not."""
     act = lambda: os.kill(os.getpid(), signal.SIGSTOP)
     argv = words("--dp 2", timeout=2)
     code, out, _, took = run(root, argv, partial(at_call, dist, "new_group", 3, 0, act))
@@ -171,7 +175,8 @@ def test_torchrun_brings_the_job_back_by_itself(root):
     base = "--dp 2 --batch 4 --seq 16 --steps 30 --save-every 5 --dtype float64".split()
     assert combined.main([*base, "--ckpt", f"{root}/whole", "--csv", f"{root}/whole.csv"]) == 0
     argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    argv += ["--max-restarts", "2", "09_combined_5d.py", *base, "--resume", "--ckpt", f"{root}/parts"]
+    argv += ["--max-restarts", "2", "09_combined_5d.py", *base,
+             "--resume", "--ckpt", f"{root}/parts"]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     agent = subprocess.Popen(
         [*argv, "--csv", f"{root}/parts.csv"], cwd=ROOT, env=env, text=True,
@@ -188,14 +193,14 @@ def test_torchrun_brings_the_job_back_by_itself(root):
     assert rows[0] == rows[1] and len(rows[0]) == 31
 
 
-# --- What is not finite ---------------------------------------------------------------------------------
+# --- What is not finite ---------------------------------------------------------------------------
 
 
 NAME = "layers.1.mlp.up_proj.weight"
 
 
 def poison(rank, value, step=2, name=NAME):
-    """In one step one number of one gradient is another, on one rank; that step must change nothing."""
+    """In one step one rank has another number in one gradient; that step must change nothing."""
     faults.quiet_train()
     collect, train_step, steps = zero.Flat.collect, combined.train_step, itertools.count(1)
     now = [0]
@@ -208,7 +213,9 @@ def poison(rank, value, step=2, name=NAME):
     def state(job):
         kinds = job.optimizer.tensors()
         held = [t for kind, ts in kinds.items() if kind != "gradients" for t in ts]
-        return [t.detach().clone() for t in held + [b for _, b in combined.saved_buffers(job.model)]]
+        return [
+            t.detach().clone() for t in held + [b for _, b in combined.saved_buffers(job.model)]
+        ]
 
     def stepped(job, *args):
         now[0], before = next(steps), state(job)
@@ -230,7 +237,7 @@ def poison(rank, value, step=2, name=NAME):
     ],
 )
 def test_a_gradient_that_is_not_finite(root, family, layout, rank, value):
-    """Nothing changes on any rank; said is the step, rank, stage and parameter. Or it is skipped."""
+    """Nothing changes on any rank; said is the step, rank, stage, parameter. Or it is skipped."""
     name = NAME if family == "dense" else "layers.0.self_attn.o_proj.weight"
     arrange = partial(poison, rank, value, name=name)
     code, out, folder, _ = run(root, words(layout, family=family), arrange, "stop")
@@ -268,7 +275,9 @@ def poison_activations(layer):
         for number, block in job.model.layers.items():
             if int(number) == layer:
                 block.register_full_backward_pre_hook(
-                    lambda module, grads: tuple(g * (float("nan") if now[0] == 2 else 1) for g in grads)
+                    lambda module, grads: tuple(
+                        g * (float("nan") if now[0] == 2 else 1) for g in grads
+                    )
                 )
         return job
 
@@ -303,7 +312,7 @@ def spiked():
 
 
 def test_a_spike_moves_the_weights_no_further_than_any_step(root):
-    """It is finite, so the step is taken; its length is that of the clipped gradient, on all ranks."""
+    """It is finite: the step is taken, with the length of the clipped gradient, on all ranks."""
     argv = words("--dp 2", "--optimizer", "sgd", "--lr", 0.1)
     code, out, folder, _ = run(root, argv, spiked)
     assert code == 0, out
@@ -312,7 +321,7 @@ def test_a_spike_moves_the_weights_no_further_than_any_step(root):
     assert all(np.isfinite(float(row[1])) for row in faults.losses(folder))
 
 
-# --- A full disk, and data ------------------------------------------------------------------------------
+# --- A full disk, and data ------------------------------------------------------------------------
 
 
 def no_space(rank):
@@ -343,7 +352,9 @@ def test_a_full_disk_costs_the_checkpoint_not_the_run(root):
 
 def test_losses_that_cannot_be_written_do_not_stop_the_run(root):
     code, out, folder, _ = run(root, words("--dp 2", "--csv", "/dev/full"))
-    assert code == 1 and "--csv /dev/full: [Errno 28] No space left on device" in out.splitlines()[-1]
+    assert (
+        code == 1 and "--csv /dev/full: [Errno 28] No space left on device" in out.splitlines()[-1]
+    )
     assert (folder / "c" / "step-000004").exists() and Path("/dev/full").is_char_device()
 
 
@@ -365,8 +376,10 @@ def test_a_file_of_one_window_is_enough_for_every_batch(root):
 
 def test_no_rank_is_left_without_a_part(root):
     """B163: fewer sequences than ranks, or fewer tokens than cp and tp cut, are refused."""
-    for argv, said in (("--dp 4 --batch 2 --micro-batch 1", "--batch 2 is not a multiple of dp 4"),
-                       ("--cp 4 --seq 4", "--seq 4 is not a multiple of 2 x cp 4 = 8")):  # fmt: skip
+    for argv, said in (
+        ("--dp 4 --batch 2 --micro-batch 1", "--batch 2 is not a multiple of dp 4"),
+        ("--cp 4 --seq 4", "--seq 4 is not a multiple of 2 x cp 4 = 8"),
+    ):
         args = combined.parse(argv.split())
         assert any(said in rule for rule in combined.violations(args, 4)), argv
 
@@ -378,7 +391,7 @@ def test_a_list_of_losses_that_is_another_file_is_not_overwritten(root):
     assert (root / "mine.py").read_text() == "print('precious')\n"
 
 
-# --- Rules ----------------------------------------------------------------------------------------------
+# --- Rules ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -386,13 +399,17 @@ def test_a_list_of_losses_that_is_another_file_is_not_overwritten(root):
     [
         ("--dp 1000000000", ["--dp 1000000000: at most 131,072"]),
         ("--dp 512 --batch 512", ["512 ranks on one machine: at most 256"]),
-        ("--batch 99999999999999999999 --pp 2", ["--batch 99999999999999999999: at most 16,777,216"]),
-        ("--timeout 0.5 --on-nonfinite ignore", ["--on-nonfinite ignore: one of stop, skip", "--timeout 0.5: at least"]),
+        ("--batch 99999999999999999999 --pp 2",
+         ["--batch 99999999999999999999: at most 16,777,216"]),
+        ("--timeout 0.5 --on-nonfinite ignore",
+         ["--on-nonfinite ignore: one of stop, skip", "--timeout 0.5: at least"]),
         ("--world 4", ["--world is for --dry-run"]),
         ("--csv /", ["--csv /: that is a folder"]),
         ("--ckpt /dev/null", ["--ckpt /dev/null: that is no folder"]),
-        ("--dp 4 --zero 2 --hybrid 3 --batch 8", ["--hybrid 3: with --zero 1 to 3, a divisor of dp x cp = 4: 1, 2, 4"]),
-        ("--model tiny-moe --dp 4 --ep 2 --zero 1 --hybrid 4", ["--hybrid 4 does not divide the 2 ranks"]),
+        ("--dp 4 --zero 2 --hybrid 3 --batch 8",
+         ["--hybrid 3: with --zero 1 to 3, a divisor of dp x cp = 4: 1, 2, 4"]),
+        ("--model tiny-moe --dp 4 --ep 2 --zero 1 --hybrid 4",
+         ["--hybrid 4 does not divide the 2 ranks"]),
     ],
 )  # fmt: skip
 def test_rules(argv, messages):

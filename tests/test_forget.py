@@ -1,7 +1,7 @@
 """Each chapter names the line people forget. Delete it: the chapter must notice, as it says.
 
-The line carries the comment `# forget`; the docstring's paragraph Forget tells what deleting it does,
-with a number (error 0.31). Here the line is really deleted and the chapter's own command run.
+The line carries the comment `# forget`; the docstring's paragraph Forget tells what deleting it
+does, with a number (error 0.31). Here the line is really deleted and the chapter's own command run.
 """
 
 import re
@@ -45,7 +45,9 @@ def test_forget(chapter, tmp_path):
     out = run_script(*command, folder=tmp_path)
 
     last = out.stdout.splitlines()[-1]
-    assert out.returncode == 1 and last.startswith(f"{chapter.stem} FAIL: "), out.stdout + out.stderr
+    assert out.returncode == 1 and last.startswith(f"{chapter.stem} FAIL: "), (
+        out.stdout + out.stderr
+    )
     assert re.search(r"\w+\.\w+", last.split("FAIL: ")[1]), "the message names a parameter"
     measured = float(re.search(NUMBER, last).group(1))
     assert abs(measured - claimed) <= 0.1 * claimed, f"docstring {claimed}, measured {measured}"

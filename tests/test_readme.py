@@ -1,4 +1,4 @@
-"""README says nothing that the files do not: its lines, commands, numbers, links and its picture."""
+"""README says nothing that the files do not: its lines, commands, numbers, links and picture."""
 
 import re
 import shlex

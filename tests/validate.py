@@ -589,7 +589,7 @@ def planner(facts):
 # Each source counts FLOPs in its own way, so rows are compared by tokens a second and GPU; where
 # only FLOP/s are given they are converted by the source's own count. What a row does not state, the
 # planner chooses, as whoever published a good number did. Three constants are fitted to the other
-# sources, each counting the same. A row is left out only where it cannot be expressed, and is counted.
+# sources, each counting the same. Only a row that cannot be expressed is left out, and is counted.
 
 GPT = {  # width, heads, layers; two matrices of 4·D in the FFN: as many FLOPs as three of 8/3·D
     "125m": (768, 12, 12), "350m": (1024, 16, 24), "760m": (1536, 12, 24), "1b": (2048, 16, 24),

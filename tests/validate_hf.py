@@ -21,7 +21,8 @@ def theirs(c):
     rope = {"rope_type": "default", "rope_theta": c.rope_theta}
     if s := c.rope_scaling:
         rope |= {"rope_type": "llama3", "factor": s.factor, "low_freq_factor": s.low,
-                 "high_freq_factor": s.high, "original_max_position_embeddings": s.original}  # fmt: skip
+                 "high_freq_factor": s.high,
+                 "original_max_position_embeddings": s.original}  # fmt: skip
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=c.vocab, hidden_size=c.dim, num_hidden_layers=c.layers,
