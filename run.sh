@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The whole set-up, in a folder of its own (.venv), and everything there is to run:
 #   ./run.sh             train on real text and check against one device
-#   ./run.sh test        the tests, under five minutes;  ./run.sh test full   all of them
+#   ./run.sh test        the tests, under five minutes;  ./run.sh test full   all, within an hour
+#   ./run.sh test campaign   every layout of the lattice, hundreds of random ones, of kills: hours
 #   ./run.sh 04 --help   one chapter, with its arguments;  ./run.sh all   every one, and a table
 #   ./run.sh bench       beside PyTorch's own, all rows, or those whose names begin as you say
 #   ./run.sh scaling     strong and weak scaling on this machine, and where the time goes
@@ -32,7 +33,7 @@ chapter() {
 case "${1:-}" in
 "") main_job ;;
 test)
-    [ "${2:-}" = full ] && set -- test --full
+    case "${2:-}" in full | campaign) set -- test "--$2" ;; esac
     # Two processes share the tests: one alone leaves a core idle for much of the time.
     share=$(mktemp -d)
     trap 'kill $! 2>/dev/null || true; rm -r "$share"' EXIT
@@ -60,7 +61,7 @@ scaling) run tests/scaling.py ;;
     run "$1"_*.py "${@:2}"
     ;;
 *)
-    sed -n '2,7p' "$0" >&2
+    sed -n '2,8p' "$0" >&2
     exit 2
     ;;
 esac

@@ -1167,7 +1167,7 @@ def test_a_few_steps_on_text():
     assert losses["naive"] / losses["bf16"] - 1 > 0.03
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_three_seeds_of_training_against_bf16():
     result = fp8.compare_training(steps=300, seeds=3, last=50)
     gaps = {name: gap for name, (_, gap) in result.items()}

@@ -56,7 +56,7 @@ def test_random_layouts():
     assert count >= 2 and failures == []
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_two_hundred_random_layouts():
     draw = random.Random(0)
     launches, refused = lattice.fitting([lattice.random_layout(draw) for _ in range(200)])
@@ -64,7 +64,7 @@ def test_two_hundred_random_layouts():
     assert count == 200 - len(refused) >= 150 and failures == []
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_the_lattice():
     launches = lattice.lattice()
     assert sum(map(len, launches.values())) == 1344  # each with SGD and with AdamW

@@ -53,7 +53,7 @@ def test_a_few_random_kills():
     assert len(done) >= 4 and {outcome for *_, outcome in done} <= GOOD, done
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_two_hundred_kills():
     done = faults.kills(200, seed=1)
     hits = [moment for _, moment, _ in done if not moment.startswith("not hit")]
@@ -68,7 +68,7 @@ def test_some_inputs():
     assert {code for _, code, _ in done} >= {0, 2}
 
 
-@pytest.mark.full
+@pytest.mark.campaign
 def test_five_hundred_inputs():
     done = faults.inputs(500, seed=3)
     assert [case for case in done if case[2]] == []
