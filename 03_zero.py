@@ -398,7 +398,8 @@ class Optimizer:
 
     def start_reduce(self, flat):
         """It travels while the next unit computes. From stage 2 on, one at a time: two units'
-        gradients exist then, the one that travels and the one that is made."""
+        gradients exist then, the one that travels and the one that is made. The last of a pass
+        travels through the next forward pass, so its buffer lies beside all activations then."""
         if flat.stage > 1:
             self.finish_reduces()
         flat.reduce()
