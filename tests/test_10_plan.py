@@ -163,7 +163,7 @@ def test_a_stack_with_more_copies_holds_more():
 def test_what_tp_sends_by_block_is_what_it_sends():
     lay = Layout("llama3-8b", dp=1, tp=4, seq=4096, batch=2, recompute="full:5")
     c, total = plan.MODELS[lay.model], {}
-    for kind, count in [("none", c.layers - 5), ("full", 5), ("ends", 1)]:
+    for kind, count in [("none", c.layers - 5), ("full", 5), ("first", 1), ("last", 1)]:
         for collective, calls, size in plan.tp_sent(c, 1, 4096, 4, kind):
             before = total.get(collective, (0, 0))
             total[collective] = before[0] + count * calls * 2, before[1] + count * size * 2
@@ -188,6 +188,14 @@ def test_a_group_in_a_node_uses_the_fast_link_and_others_their_cards():
     assert plan.transfer(H100, 1, 0, 8, 1, 1, "all_reduce") == pytest.approx(7 * plan.HOP)
     hops = plan.transfer(H100, 1, 0, 32, 1, 4, "all_reduce")
     assert hops == pytest.approx(7 * plan.HOP + 3 * H100.hop)
+
+
+def test_only_a_ring_leaves_a_node_through_all_its_cards():
+    card = 50e9 * 0.8
+    assert plan.link(H100, 64, 1, 8, "all_gather")[1] == 8 * card
+    assert plan.link(H100, 64, 1, 8, "send")[1] == card  # a neighbour in the next node
+    assert plan.link(H100, 64, 1, 8, "all_to_all")[1] == pytest.approx(63 / 56 * card)
+    assert plan.link(H100, 8, 1, 1, "all_to_all")[1] == 450e9 * 0.8
 
 
 def test_a_rack_of_72_is_one_node():
@@ -264,11 +272,51 @@ def test_pipeline_time_is_that_of_the_simulated_schedule(schedule, p, m):
 
 
 def test_stages_are_those_of_09():
-    for p, schedule in [(4, "1f1b"), (4, "interleaved"), (16, "1f1b")]:
-        lay = Layout("llama3-70b", pp=p, schedule=schedule, batch=16, seq=8192)
-        ours = plan.stages(plan.MODELS[lay.model], p, lay.v, lay.seq)
-        theirs = combined.layers_by_stage(lay)
-        assert [n for n, *_ in ours] == [sum(theirs[rank::p]) for rank in range(p)]
+    for p, schedule in [(4, "1f1b"), (4, "interleaved"), (16, "1f1b"), (4, "zb-v")]:
+        lay = Layout("llama3-70b", pp=p, schedule=schedule, batch=16, seq=8192, recompute="full:9")
+        c, counts = plan.MODELS[lay.model], combined.layers_by_stage(lay)
+        ours = plan.stages(c, p, lay.v, lay.seq, lay.recompute, schedule)
+        for rank, part in enumerate(ours):
+            kinds = combined.stage_kinds(lay, rank)
+            every = sum(kinds.values(), [])
+            ends = 0 in kinds, len(counts) - 1 in kinds
+            assert part == (len(every), *ends, every.count("full"))
+
+
+@pytest.mark.parametrize("e, t", [(1, 1), (8, 1), (4, 2)])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_what_dp_sends_in_an_estimate_is_what_it_sends(monkeypatch, zero, e, t):
+    """Experts over fewer ranks than all else."""
+    sizes = dict(dp=8, tp=t, ep=e, zero=zero, seq=4096)
+    for m in (1, 4):
+        lay = Layout("mixtral-8x7b", **sizes, batch=8 * m)
+        exact = {}
+        for (group, collective), (_, size) in plan.sent(lay, 0).items():
+            if group in ("dp·cp", "edp"):
+                exact[collective] = exact.get(collective, 0) + float(size)
+        monkeypatch.setattr(plan, "transfer", lambda hw, calls, size, *rest: float(size))
+        stack = replace(FUSED, behind=0.0)
+        part = plan.stages(plan.MODELS[lay.model], 1, 1, lay.seq)[0]
+        lines = plan.once(H100, stack, lay, part, 8, 1.0)
+        each = plan.sharded(H100, stack, lay, part, 8, 1.0)
+        monkeypatch.undo()
+        ours = {
+            "all_gather": lines.get("weights spread", 0) + lay.m * each.get("weights gathered", 0),
+            "reduce_scatter" if zero else "all_reduce": lines.get("gradients", 0)
+            + lay.m * each.get("gradients, each time", 0),
+        }
+        for collective, size in ours.items():
+            # ZeRO-3 keeps the last unit between forward and backward: the estimate does not.
+            assert size == pytest.approx(exact.get(collective, 0), rel=0.1), (lay, collective)
+
+
+def test_a_recomputed_layer_sends_over_cp_once_more():
+    none = Layout("llama3-8b", cp=4, dp=2, seq=32768, batch=2, cp_kind="allgather")
+    lines = [
+        plan.estimate(H100, FUSED, replace(none, recompute=mode)).lines["cp"]
+        for mode in ("none", "full:16", "full")
+    ]
+    assert lines[0] < lines[1] < lines[2]
 
 
 def test_the_host_is_waited_for_when_there_is_little_work():
@@ -370,6 +418,7 @@ def test_plans_for_1_to_512_nodes_take_less_than_ten_seconds(capsys):
         (["--model", "llama3-405b", "--gpus", "8"], "would do"),
         (["--tp", "8", "--batch", "3", "--dp", "2"], "the nearest are 2 or 4"),
         (["--stack", "fuse"], "did you mean fused"),
+        (["--gpu", "a100", "--gpus", "8", "--fp8"], "a100 has no products in FP8"),
         (["--gpus", "8", "--schedule", "zb-h1"], "a search (--gpus) tries 1f1b, interleaved"),
     ],
 )
