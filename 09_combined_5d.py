@@ -45,6 +45,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
 import torch._dynamo  # torch.optim would import it (1.6 s): here once, not in every forked rank
 import torch.distributed as dist
@@ -66,7 +67,7 @@ REMEDIES = dict(balance=0.01, z=0.001, bias_rate=0.001)  # against an uneven loa
 RECIPES = [name for name in fp8.RECIPES if name != "naive"]
 MOST = dict.fromkeys(("dp", "cp", "tp", "pp", "ep"), 2**17) | dict(
     chunks=64, batch=2**24, micro_batch=2**24, seq=2**30, steps=2**31
-)  # what nobody means; looking for the nearest valid choice takes time
+)  # more than anybody means: the search for the nearest valid choice stays short
 FORKED = 256  # ranks that one machine starts without torchrun
 MODELS = memory.PRESETS | {name: replace(c, **REMEDIES) for name, c in ep.PRESETS.items()}
 
@@ -79,9 +80,9 @@ def parse(argv=None):
     p.add_argument("--model", default="tiny", help=", ".join(MODELS))
     p.add_argument("--dp", type=int, default=1, help="data-parallel degree")
     p.add_argument("--cp", type=int, default=1, help="context-parallel degree")
-    p.add_argument("--tp", type=int, default=1, help="tensor-parallel degree, with its sequence")
+    p.add_argument("--tp", type=int, default=1, help="tensor-parallel degree; cuts sequences, too")
     p.add_argument("--pp", type=int, default=1, help="pipeline-parallel degree")
-    p.add_argument("--ep", type=int, default=1, help="expert-parallel degree, of dp x cp x tp")
+    p.add_argument("--ep", type=int, default=1, help="expert-parallel degree: divides dp x cp x tp")
     p.add_argument("--schedule", default="1f1b", help=", ".join(pp.schedules()))
     p.add_argument("--chunks", type=int, default=2, help="chunks a rank, when interleaved")
     p.add_argument("--cp-kind", default="ring", help=", ".join(cp.KINDS))
@@ -92,8 +93,8 @@ def parse(argv=None):
     p.add_argument("--fp8", metavar="RECIPE", help=f"products in FP8: {', '.join(RECIPES)}")
     p.add_argument("--fp8-optimizer", action="store_true", help="AdamW's moments in FP8")
     p.add_argument("--batch", type=int, default=12, help="global batch, in sequences")
-    p.add_argument("--micro-batch", type=int, help="sequences at a time (default: so that"
-                   " there are twice as many micro-batches as stages)")  # fmt: skip
+    p.add_argument("--micro-batch", type=int, help="sequences at a time (default: all;"
+                   " with --pp so that there are 2 pp micro-batches, if that fits)")  # fmt: skip
     p.add_argument("--seq", type=int, default=128, help="tokens of a sequence")
     p.add_argument("--steps", type=int, default=20)
     p.add_argument("--lr", type=float, default=3e-3, help="highest learning rate")
@@ -107,8 +108,9 @@ def parse(argv=None):
     p.add_argument("--save-every", type=int, default=0, metavar="N", help="every N steps too")
     p.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint")
     p.add_argument("--on-nonfinite", default="stop", help="stop, or skip: on to the next batch")
-    p.add_argument("--csv", metavar="FILE", help="write step,loss,… in full precision")
-    p.add_argument("--trace", metavar="FILE", help=f"who did what when in steps 1 to {TRACED},"
+    p.add_argument("--csv", metavar="FILE", help="write step,loss,… in full precision;"
+                   " an older one is replaced, with --resume continued")  # fmt: skip
+    p.add_argument("--trace", metavar="FILE", help=f"who did what when in the first {TRACED} steps,"
                    " for ui.perfetto.dev")  # fmt: skip
     p.add_argument("--timeout", type=float, default=300.0, help="seconds a collective may wait")
     p.add_argument("--dry-run", action="store_true", help="one step of one rank, on fake tensors")
@@ -138,8 +140,8 @@ def layout(args):
     """Degrees by axis, outermost first: neighbouring ranks differ in the last one.
 
     tp is innermost because it sends most, in every layer, and nothing hides it: its ranks belong on
-    one node. Then cp, every layer too, behind attention; dp, once a step; and pp outermost, which
-    sends least.
+    one node. Then cp, every layer too, behind attention; dp, once a step (with ZeRO 2 and 3 each
+    micro-batch); and pp outermost, which sends least.
     """
     return {"pp": args.pp, "dp": args.dp, "cp": args.cp, "tp": args.tp}
 
@@ -183,7 +185,7 @@ def violations(args, world):
     if not 1 <= args.timeout <= 1e6:
         wrong.append(f"--timeout {args.timeout}: at least 1 second, at most a million")
     if args.check < 0:
-        wrong.append(f"--check {args.check}: how many steps to compare, at least 1")
+        wrong.append(f"--check {args.check}: how many steps to compare; 0 is none")
     if args.save_every < 0:
         wrong.append(f"--save-every {args.save_every}: at least 1")
     if (args.save_every or args.resume) and not args.ckpt:
@@ -262,7 +264,7 @@ def _pipeline_violations(args):
         near = " or ".join(str(n) for n in (below, below + args.pp) if n)
         wrong.append(f"--schedule interleaved: {m} micro-batches are no multiple of --pp {args.pp}:"
                      f" the nearest are {near}")  # fmt: skip
-    if args.schedule.startswith("zb") and args.zero == 3 and args.recompute == "selective":
+    if schedule(args).startswith("zb") and args.zero == 3 and args.recompute == "selective":
         wrong.append(f"--schedule {args.schedule} --recompute selective: a deferred weight gradient"
                      " needs the norm, which --zero 3 has let go: take --zero 2"
                      " or --recompute full")  # fmt: skip
@@ -299,8 +301,11 @@ def _sequence_violations(args):
         heads = max(MODELS[args.model].heads // args.tp, 1)
         if heads % n:
             near = sorted(sorted(divisors(heads), key=lambda d: abs(d - n))[:2])
-            wrong.append(f"--cp {n} does not divide the {heads} heads of {args.model}, as ulysses"
-                         f" needs: the nearest are {' or '.join(map(str, near))}")  # fmt: skip
+            left = f" that --tp {args.tp} leaves a rank" * (args.tp > 1)
+            wrong.append(
+                f"--cp {n} does not divide the {heads} heads of {args.model}{left}, as ulysses"
+                f" needs: the nearest are {' or '.join(map(str, near))}"
+            )
     return wrong
 
 
@@ -312,6 +317,8 @@ def _data_violations(args):
     name = f"--data {args.data}" if args.data else "the standard library"
     if len(tokens) < args.seq + 1:
         return [f"{name}: {len(tokens)} tokens are too few for --seq {args.seq} and a next token"]
+    if args.model in MODELS and np.iinfo(tokens.dtype).max < MODELS[args.model].vocab:
+        return []  # whatever the file holds, of which nothing has been read yet
     low, high = dp.token_range(tokens)
     if args.model in MODELS and high >= MODELS[args.model].vocab:
         vocab = MODELS[args.model].vocab
@@ -348,8 +355,8 @@ def expert_groups(stages, n):
 
 
 def zero_groups(args, groups):
-    """Hybrid ZeRO's groups: "inside" are N neighbours of what the sync table calls `shard`, over
-    which it cuts, and "across" the ranks with equal shards, over which gradients are summed.
+    """Hybrid ZeRO's groups, of each axis over which the table of section 3 lets ZeRO cut: "inside"
+    are N neighbours, over which it does, and "across" the ranks that then hold equal shards.
     """
     n, extra = args.hybrid, {}
     if n:
@@ -367,7 +374,8 @@ def sharing_ranks(args):
 
 
 def make_groups(args, sizes):
-    """This rank's process group for every axis, and two for a few numbers a step.
+    """This rank's process group for every axis, for what the table of section 3 needs, and two
+    for a few numbers a step.
 
     "tokens" is the ranks that together see every token once, "control" the whole world.
     Every rank creates every group, in the same order. Axes that have the same ranks still get
@@ -394,7 +402,8 @@ def make_groups(args, sizes):
 # --- 3. Which gradient is summed over which ranks --------------------------------------------
 #
 # `shard` is the axes over which ZeRO may cut a parameter, `same` those whose ranks hold an equal
-# shard beyond that. The gradient is summed over both. There are no other special cases.
+# shard beyond that. The gradient is summed over both. There are no other special cases; `placement`
+# below says what --zero and --hybrid make of `shard`.
 
 SYNC = [  # parameters, shard, same
     # "ends" is the first and the last stage, where a tied table lies on both.
@@ -504,7 +513,7 @@ def my_stages(args, rank):
 
 
 def layers_by_stage(args):
-    """How many layers each stage has, so that all take the same time: the head is several."""
+    """How many layers each stage has, so that all take the same time: the head counts as some."""
     c = MODELS[args.model]
     met = replace(c, ffn=c.ffn * (c.top_k + c.shared)) if has_experts(args) else c
     head = pp.head_flops(c) / pp.block_flops(met, args.seq)
@@ -581,16 +590,18 @@ def my_positions(args, groups, device):
 def train_step(job, groups, batches, positions, lr, gradients=None, loads=None, stop=False):
     """One step on this rank's micro-batches, all ranks together.
 
-    Returns a tensor (loss, gradient norm, auxiliary loss, how many ranks gave `stop`, this rank's
-    share of the loss), without having looked at a value: the host never waits for the device. If
-    loss or norm is not finite, no rank changes anything, and the gradients stay for a look at them.
+    Returns a tensor (loss, gradient norm, auxiliary loss, how many ranks gave `stop`, the loss of
+    this rank's tokens), without having looked at a value: the host never waits for the device,
+    except where 06 has to know how many rows to send. If loss, norm or auxiliary loss is not
+    finite, no rank changes anything, and the gradients stay for a look at them.
     Two lists may ask for more: gradients receives this rank's shards of the summed gradients before
     and after clipping, loads how many of its tokens went to each expert, layer by layer.
     """
     model, pipeline, optimizer, scales = job
     N = dp.count_valid(batches, groups["tokens"])
     ep.begin_step(model, N)
-    # Gradients may travel during the last backward, if it is known which one that is.
+    # Gradients may travel during the last backward, if it is known which one that is: not with
+    # several stages on a rank, or weight gradients that are computed later.
     known = len(pipeline.stages) == 1 and not pipeline.queues
     optimizer.begin(len(batches) if known else None)
     loss = pipeline.step(batches, N, positions)
@@ -635,12 +646,12 @@ def sent(args, optimizer, groups, loads):
     if args.fp8 == "delayed":
         rows = linears(MODELS[args.model]) * len(sum(stage_kinds(args, rank).values(), []))
         scaled = fp8.sent(fp8.RECIPES["delayed"], rows, size["dp·cp·tp"])
-        cost = scaled.get("all_reduce", (rows > 0, 0))  # a group of one is asked, too
+        cost = scaled.get("all_reduce", (rows > 0, 0))  # in a group of one a call without bytes
         costs["dp·cp·tp", "all_reduce"] = add(costs.get(("dp·cp·tp", "all_reduce")), cost)
     if args.pp > 1:
         hidden = args.micro_batch * args.seq // args.cp // args.tp * MODELS[args.model].dim
         shape = args.pp, m, chunks_a_rank(args), rank, hidden * DTYPES[args.dtype].itemsize
-        costs["pp", "send"] = pp.sent(args.schedule, *shape)
+        costs["pp", "send"] = pp.sent(schedule(args), *shape)
     # Control: the valid tokens in int64; loss, squared norm, auxiliary loss and stop in float64.
     costs["tokens", "all_reduce"] = dp.sent([8], size["tokens"])
     costs["control", "all_reduce"] = dp.sent([32], size["control"])
@@ -648,18 +659,23 @@ def sent(args, optimizer, groups, loads):
 
 
 def weights_sent(args, optimizer, size, rank):
-    """Of that, weights gathered and gradients summed (03), at size[axis] ranks."""
+    """Calls and bytes of weights gathered and gradients summed (03) in a step, a group of an axis
+    having size[axis] ranks."""
     weight = DTYPES[args.dtype].itemsize
     gradient = memory.at_least_fp32(DTYPES[args.dtype]).itemsize
-    mine, names, times = actions(args)[rank], my_stages(args, rank), {}
-    flats = {next(iter(flat.range)): flat for flat in optimizer.flats}  # by its first parameter
+    mine, times = actions(args)[rank], {}
+
+    def key(flat):
+        return next(iter(flat.range))  # its first parameter
+
+    flats = {key(flat): flat for flat in optimizer.flats}
     units = {
-        stage: [[next(iter(flat.range)) for flat in unit] for unit in optimizer.units[part]]
-        for stage, part in zip(names, optimizer.stages)
+        stage: [[key(flat) for flat in unit] for unit in optimizer.units[part]]
+        for stage, part in zip(my_stages(args, rank), optimizer.stages)
     }
-    for stage in names:
-        for key in sum(units[stage], []):
-            times.setdefault(key, pp.completions(mine, stage))
+    for stage, rows in units.items():
+        for name in sum(rows, []):
+            times.setdefault(name, pp.completions(mine, stage))
     passes = [(a.stage, a.kind == "F") for a in mine if a.kind != "W"]
     places, costs = placement(args, flats), {}
     for cut, same in dict.fromkeys(places.values()):
@@ -669,11 +685,11 @@ def weights_sent(args, optimizer, size, rank):
             args.zero, lengths, units, n, weight, gradient, times, passes, zero.reduces_by()
         )
         shards = [length // n * gradient for length in lengths.values()]
-        for key, cost in [
+        for by, cost in [
             *(((cut, collective), cost) for collective, cost in over_cut.items()),
             *(((axis, "all_reduce"), dp.sent(shards, size[axis])) for axis in same),
         ]:
-            costs[key] = add(costs.get(key), cost)
+            costs[by] = add(costs.get(by), cost)
     return costs
 
 
@@ -693,8 +709,8 @@ def stage_kinds(args, rank):
 
 
 def activations_sent(args, rank):
-    """The same for a micro-batch, forward and backward: attention over cp, matrices over tp, and
-    over tp, too, the largest numbers that FP8 scales are made of."""
+    """Calls and bytes for one micro-batch, forward and backward: attention over cp, matrices over
+    tp, and over tp, too, the largest numbers that FP8 scales are made of."""
     c, dtype, B, costs = MODELS[args.model], DTYPES[args.dtype], args.micro_batch, {}
     heads = c.heads // args.tp, max(c.kv_heads // args.tp, 1), c.head_dim
     last = args.pp * chunks_a_rank(args) - 1
@@ -756,7 +772,8 @@ def wire_table(wire, args, optimizer, groups, loads):
         if size or wire.bytes[key]:  # not of a group of one
             rows.append([*key, wire.calls[key], calls, wire.bytes[key], size])
         if (wire.calls[key], wire.bytes[key]) != (calls, size):
-            failures.append(f"{' '.join(key)}: sent {wire.bytes[key]} bytes, by formula {size}")
+            found = f"{wire.calls[key]} calls, {wire.bytes[key]} bytes"
+            failures.append(f"{' '.join(key)}: sent {found}, by formula {calls} and {size}")
     dp.table(["sent in a step", "by", "calls", "formula", "bytes", "formula"], rows)
     return failures
 
@@ -916,11 +933,10 @@ class Check:
         if not self.rounded:
             error = dp.worst_error(self.ours[kind], self.expected[kind])
             return error, self.BOUND[self.dtype][kind]
-        # bf16 and FP8 round every product, and another layout rounds in another order. We allow
-        # half as much again as the error of one device that does so, both against float64.
-        # A single number can be right by luck on one device: a norm is as far off at the most as
-        # the gradient as a whole, and the loss is held to the spacing of bf16; in FP8 one device's
-        # own may be further off than that.
+        # bf16 and FP8 round every product, and another layout rounds in another order. The bound is
+        # 1.5 times the error of one device that does so, both against float64. Single numbers can
+        # be right by luck on one device, so the norm's is that of all gradients as one vector, and
+        # the loss's is 2⁻⁸, the spacing of bf16; in FP8 at least that.
         error = dp.worst_error(self.ours[kind], self.exact[kind])
         if kind == "norm":
             return error, 1.5 * self.whole_gradient_error()
@@ -1189,39 +1205,45 @@ def train(args):
         csv.write(step + 1, loss, norm, lr, seconds, *waits)
         done = step + 1
         # The numbers are the same on all ranks, so all take the same way here.
-        if not math.isfinite(loss + norm):
-            words = f"step {done}: loss {loss}, gradient norm {norm}, no weight was changed; "
+        if not math.isfinite(loss + norm + auxiliary):
+            words = f"step {done}: loss {loss}, gradient norm {norm}, "
+            words += f"auxiliary loss {auxiliary}, " * has_experts(args)
+            words += "no weight was changed; "
             words += first_not_finite(args, own, job.optimizer, groups)
             if args.on_nonfinite == "stop":
                 return dp.verdict("09_combined_5d", [words])
             dp.log(f"skipped: {words}")
             skipped += 1
+            if job.scales and first == 0 and skipped == done:
+                job.scales.fresh = True  # still without a past (08)
         last = stop or done == args.steps
         if args.ckpt and (last or args.save_every and done % args.save_every == 0):
             unsaved = save(args, done, job, groups, run)
         if stop and done < args.steps:
             unsafe = "" if args.ckpt else ", nothing saved: no --ckpt"
             dp.log(f"SIGTERM: stopped after step {done}{unsafe}")
-            return dp.verdict("09_combined_5d", unsaved + csv.failures)
+            break
 
     if args.trace:
         timeline.spans = traced
         everyone = timeline.everyone()
         if dist.get_rank() == 0:
             dp.write_trace(args.trace, everyone)
-    failures = []
+    failures, stopped = [], first < args.steps and done < args.steps
     if first < args.steps:
-        failures = report(args, job, groups, wire, loads, check)
+        failures = report(args, job, groups, wire, loads, check, done)
     if skipped:
-        dp.log(f"{skipped} of {args.steps - first} steps skipped: loss or gradient not finite")
-    show_text(args, job.pipeline, groups, tokens, device)
+        dp.log(f"{skipped} of {done - first} steps skipped: loss or gradient not finite")
+    if not stopped:
+        show_text(args, job.pipeline, groups, tokens, device)
     return dp.verdict("09_combined_5d", failures + unsaved + csv.failures)
 
 
 def first_not_finite(args, own, optimizer, groups):
     """Where a loss or gradient that is not finite was seen first: rank, stage, parameter.
 
-    Backward spreads it from later layers to earlier ones, so it arose at the last that has it.
+    Backward spreads it from later layers to earlier ones, so a gradient's fault arose at the last
+    that has it. Gradients are summed already: the rank is the first that holds the sum.
     """
     order, stages = [*boxes(args, groups)], my_stages(args, dist.get_rank(groups["pp"]))
     bad = [  # (is it a loss? place in the model, parameter, stage), the largest arose first
@@ -1259,7 +1281,7 @@ def describe(args, sizes):
         dp.log(f"pipeline {args.schedule}, layers by stage {layers}")
     if has_experts(args):
         c = MODELS[args.model]
-        dp.log(f"{c.top_k} of {c.experts} experts, on ep {args.ep} ranks each layer's")
+        dp.log(f"{c.experts} experts a layer over ep {args.ep} ranks, {c.top_k} for each token")
     if args.fp8 or args.fp8_optimizer:
         what = [f"products {args.fp8}"] * bool(args.fp8) + ["moments"] * args.fp8_optimizer
         dp.log(f"FP8: {', '.join(what)}")
@@ -1327,7 +1349,7 @@ class Csv:
             dp.log(f"{self.failures[0]}; no further lines")
 
 
-def report(args, job, groups, wire, loads, check):
+def report(args, job, groups, wire, loads, check, done):
     """Bytes beside formulas, errors beside bounds; returns the failures."""
     dp.log()
     held_table(job.optimizer.tensors())
@@ -1335,7 +1357,10 @@ def report(args, job, groups, wire, loads, check):
     failures = wire_table(wire, args, job.optimizer, groups, loads)
     if args.check:
         dp.log()
-        failures = check.report() + failures  # parameters first: they say more
+        if done < check.steps:
+            dp.log(f"stopped before the {check.steps} steps of --check: nothing was compared")
+        else:
+            failures = check.report() + failures  # parameters first: they say more
         differing = replicas_differ(own_weights(args, job), boxes(args, groups))
         dp.log(f"replicas: {len(differing)} weights differ between ranks")
         failures += [f"{name} differs between ranks" for name in differing]

@@ -136,7 +136,8 @@ def link(hw, n, stride, nodes, collective):
     """
     together = max(1, min(n, hw.node // stride))  # of the group, in a node
     spans = -(-n // together)  # nodes
-    hops = (together - 1) * HOP + (spans - 1) * hw.hop
+    borders = min(spans - 1, 1) if hw.curve else spans - 1  # a curve has the others' in it
+    hops = (together - 1) * HOP + borders * hw.hop
     rate = hw.inside * hw.reached
     if spans > 1:
         # A ring's bytes leave a node once, through the cards of all its ranks of the group. To a
@@ -228,6 +229,11 @@ class Layout:
     @property
     def world(self):
         return self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def stage_ranks(self):
+        """Ranks that hold the same stage of the pipeline."""
+        return self.dp * self.cp * self.tp
 
     @property
     def m(self):
@@ -323,7 +329,7 @@ def sizes_on_rank(c, tp_, ep_, layers, first=False, last=False):
 def shared_by(lay, part):
     """[(parameters on a rank, how many ranks have the same, how far apart)]: experts; all else."""
     sizes = sizes_on_rank(MODELS[lay.model], lay.tp, lay.ep, part.layers, part.first, part.last)
-    everyone = lay.dp * lay.cp * lay.tp
+    everyone = lay.stage_ranks
     return [(sizes[0], everyone // lay.ep, lay.ep), (sizes[1], everyone // lay.tp, lay.tp)]
 
 
@@ -339,7 +345,7 @@ def block_kept(c, st, B, T, tp_, ep_, kind):
     return kept + B * T * c.dim * (st.wide / tp_ + st.gathered * E * (1 - 1 / tp_))
 
 
-def held(hw, st, lay, rank=0):
+def held(st, lay, rank=0):
     """Bytes by kind on a rank of the pipeline at the fullest moment of a step."""
     c = MODELS[lay.model]
     part = stages(c, lay.pp, lay.v, lay.seq, lay.recompute, lay.schedule)[rank]
@@ -363,12 +369,12 @@ def held(hw, st, lay, rank=0):
     }
 
 
-def peak(hw, st, lay):
+def peak(st, lay):
     """(bytes of the fullest rank of the pipeline, which one)"""
     ranks = range(lay.pp)
     if lay.schedule in ("1f1b", "interleaved") and ":" not in lay.recompute:
         ranks = {0, lay.pp - 1}  # most micro-batches in flight, or the logits
-    return max((sum(held(hw, st, lay, rank).values()), rank) for rank in ranks)
+    return max((sum(held(st, lay, rank).values()), rank) for rank in ranks)
 
 
 def room(hw, st):
@@ -555,13 +561,13 @@ def estimate(hw, st, lay):
         others = (sum(total[part] for part in parts) - total[slowest]) / (lay.pp - 1)
         lines["pipeline fill"] = others * lay.m * idle_ratio(lay.schedule, lay.pp, lay.m, lay.v)
         hidden = lay.micro_batch * lay.seq // lay.cp // lay.tp * c.dim * E
-        hop = transfer(hw, 1, hidden, 2, lay.dp * lay.cp * lay.tp, nodes, "send")
+        hop = transfer(hw, 1, hidden, 2, lay.stage_ranks, nodes, "send")
         lines["pipeline transfers"] = 2 * hop * (lay.pp - 1)
     last = max(
         (once(hw, st, lay, part, nodes, total[part] * 2 / 3) for part in set(parts)),
         key=lambda lines: sum(lines.values()),
     )
-    most, rank = peak(hw, st, lay)
+    most, rank = peak(st, lay)
     return Estimate(lay, lines | last | {"other": st.step}, most, rank, most <= room(hw, st))
 
 
@@ -615,7 +621,7 @@ def search(hw, st, model, gpus, batch, seq, fixed=None):
                         if any(getattr(lay, name) != value for name, value in fixed.items()):
                             continue
                         seen += 1
-                        if peak(hw, st, lay)[0] <= room(hw, st):
+                        if peak(st, lay)[0] <= room(hw, st):
                             found.append(estimate(hw, st, lay))
                             break
     return sorted(found, key=lambda e: -e.speed), seen
@@ -648,7 +654,7 @@ def elements(c, lay, name, shape):
 
 def group_sizes(lay):
     """Ranks of each of 09's groups."""
-    n, everyone = lay.dp * lay.cp, lay.dp * lay.cp * lay.tp
+    n, everyone = lay.dp * lay.cp, lay.stage_ranks
     axes = {axis: getattr(lay, axis) for axis in ("dp", "cp", "tp", "pp", "ep")}
     more = {"dp·cp": n, "tokens": n, "cp·tp": lay.cp * lay.tp, "dp·cp·tp": everyone}
     more |= {"edp": everyone // lay.ep, "control": lay.world}
@@ -696,7 +702,7 @@ def flats(lay, place):
 
 def states(lay, rank):
     """Bytes by kind that a global rank holds between two steps (03)."""
-    place, inside = divmod(rank, lay.dp * lay.cp * lay.tp)
+    place, inside = divmod(rank, lay.stage_ranks)
     e = combined.DTYPES[lay.dtype].itemsize
     wide = memory.at_least_fp32(combined.DTYPES[lay.dtype]).itemsize
     total = dict.fromkeys(("parameters", "gradients", "master copy", "moments"), 0)
@@ -753,7 +759,7 @@ def kept_by_block(lay, kind):
 
 def kept_at_most(lay, rank):
     """Bytes a global rank keeps for backward, after the forward pass when these are most (05)."""
-    c, place = MODELS[lay.model], rank // (lay.dp * lay.cp * lay.tp)
+    c, place = MODELS[lay.model], rank // lay.stage_ranks
     kept, wide = activations(lay, place), memory.at_least_fp32(combined.DTYPES[lay.dtype]).itemsize
     layers = {stage: len(row) for stage, row in combined.stage_kinds(lay, place).items()}
     flying = most = 0
@@ -774,7 +780,7 @@ def temporaries(lay, rank):
     A weight gradient is computed in the weight's dtype, then accumulated in fp32; from ZeRO-2 on it
     then goes into the buffer of its flat, while that of the flat before may still travel.
     """
-    c, dtype, place = MODELS[lay.model], combined.DTYPES[lay.dtype], rank // (lay.world // lay.pp)
+    c, dtype, place = MODELS[lay.model], combined.DTYPES[lay.dtype], rank // lay.stage_ranks
     e, wide = dtype.itemsize, memory.at_least_fp32(dtype).itemsize
     n = lay.micro_batch * lay.seq // lay.cp
     hidden, made, V = n * c.dim * e, e + wide * (e < wide), -(-c.vocab // lay.tp)
@@ -836,7 +842,7 @@ def fullest(lay, rank):
     does not see that sees only new tensors: storage that ZeRO lets go and takes again)"""
     at, dtype = temporaries(lay, rank), combined.DTYPES[lay.dtype]
     instant = max(at, key=at.get)
-    layout = flats(lay, rank // (lay.world // lay.pp))
+    layout = flats(lay, rank // lay.stage_ranks)
     most, unseen = sum(states(lay, rank).values()) + kept_at_most(lay, rank) + at[instant], 0
     if lay.zero >= 2:
         cut = [flat.length // flat.n for flat in layout.flats if flat.n > 1]
@@ -850,7 +856,7 @@ def fullest(lay, rank):
 
 def executed(lay, rank):
     """(FLOPs in matmuls, in attention) of a step of a global rank."""
-    c, place = MODELS[lay.model], rank // (lay.dp * lay.cp * lay.tp)
+    c, place = MODELS[lay.model], rank // lay.stage_ranks
     n, last = lay.micro_batch * lay.seq // lay.cp, lay.pp * lay.v - 1
     H, K = c.heads // lay.tp, max(c.kv_heads // lay.tp, 1)
     weights = 2 * n * c.dim * (H + K) * c.head_dim
@@ -873,23 +879,23 @@ def executed(lay, rank):
 
 def sent(lay, rank):
     """Calls and bytes that a global rank sends in a step: {(group, collective): (calls, bytes)}"""
-    c, place, sizes = MODELS[lay.model], rank // (lay.dp * lay.cp * lay.tp), group_sizes(lay)
+    c, place, sizes = MODELS[lay.model], rank // lay.stage_ranks, group_sizes(lay)
     costs = combined.weights_sent(lay, flats(lay, place), sizes, place)
     for key, (calls, size) in combined.activations_sent(lay, place).items():
         costs[key] = combined.add(costs.get(key), (lay.m * calls, lay.m * size))
     if is_mixture(c):
         load, size = combined.even_load(lay), c.experts // lay.ep
-        me = rank % (lay.dp * lay.cp * lay.tp) % lay.ep
+        me = rank % lay.stage_ranks % lay.ep
         own = sum(load[me * size : (me + 1) * size])
-        kinds_ = sum(combined.stage_kinds(lay, place).values(), [])
+        kinds = sum(combined.stage_kinds(lay, place).values(), [])
         cost, dtype = (0, 0), combined.DTYPES[lay.dtype]
-        for kind in kinds_:
+        for kind in kinds:
             rows = ep.sent(c, 0, dtype, lay.ep, kind, sum(load) - own, (lay.ep - 1) * own)
             for calls, size in (rows, ep.sent_counts(c, lay.ep, kind)):
                 cost = combined.add(cost, (lay.m * calls, lay.m * size))
         costs["ep", "all_to_all"] = cost
-        if kinds_:
-            loads = dp.sent([8 * len(kinds_) * c.experts], sizes["dp·cp·tp"])
+        if kinds:
+            loads = dp.sent([8 * len(kinds) * c.experts], sizes["dp·cp·tp"])
             costs["dp·cp·tp", "all_reduce"] = loads
     if lay.pp > 1:
         hidden = lay.micro_batch * lay.seq // lay.cp // lay.tp * c.dim
@@ -969,11 +975,11 @@ def pitfalls(hw, st, found):
     small = estimate(hw, st, replace(lay, micro_batch=1))
     slower("micro-batch of 1" + " (as it is)" * (lay.micro_batch == 1), small)
     large = replace(lay, micro_batch=2 * lay.micro_batch, batch=2 * lay.batch)
-    most = peak(hw, st, large)[0]
+    most = peak(st, large)[0]
     size = f"{most / 1e9:.0f} GB" + " does not fit" * (most > room(hw, st))
     rows.append((f"micro-batch of {large.micro_batch}", size))
-    kinds_ = held(hw, st, lay, best.rank)
-    exact = (kinds_["master copy"] + kinds_["moments"]) / 1e9  # 12 bytes a parameter
+    kinds = held(st, lay, best.rank)
+    exact = (kinds["master copy"] + kinds["moments"]) / 1e9  # 12 bytes a parameter
     rows.append(("optimizer all in fp32", f"{exact:.1f} GB, {exact / 2:.1f} if all in bf16"))
     return rows
 
@@ -1017,12 +1023,12 @@ def show_layout(hw, st, lay, gpu):
     rows = [[k, f"{t:.3f}", f"{t / e.seconds:.1%}", WHY[k]] for k, t in e.lines.items() if t > 5e-4]
     dp.table(["a step, slowest rank", "seconds", "", ""], rows)
     print(f"{'sum':22}{e.seconds:.3f}   {e.speed:,.0f} tokens/s/GPU   MFU {e.mfu(hw):.1%}\n")
-    kinds_ = held(hw, st, lay, e.rank)
-    lines = [[kind, f"{size / 1e9:.2f}", CUT_BY[kind]] for kind, size in kinds_.items()]
+    kinds = held(st, lay, e.rank)
+    lines = [[kind, f"{size / 1e9:.2f}", CUT_BY[kind]] for kind, size in kinds.items()]
     dp.table([f"memory, pipeline rank {e.rank}", "GB", "cut by"], lines)
     fits = "fits" if e.fits else "does NOT fit"
     print(f"sum {e.peak / 1e9:.1f} of {room(hw, st) / 1e9:.1f} GB: {fits}\n")
-    rank = e.rank * lay.dp * lay.cp * lay.tp
+    rank = e.rank * lay.stage_ranks
     moved = {key: cost for key, cost in sent(lay, rank).items() if cost[1] > 1e5}
     sizes = group_sizes(lay)
     dp.table(["sent in a step", "by", "ranks", "calls", "GB"],

@@ -321,7 +321,8 @@ def test_every_parameter_matches_one_row():
         ("--dry-run --dp 2 --world 3 --rank 3",
          ["3 ranks, but the layout dp 2 needs 2", "--rank 3: from 0 to 2"]),
         ("--csv /no/such/folder/x.csv --timeout 1e300",
-         ["--timeout 1e+300: above 0", "--csv /no/such/folder/x.csv: no such folder"]),
+         ["--timeout 1e+300: at least 1 second, at most a million",
+          "--csv /no/such/folder/x.csv: no such folder"]),
         ("--seq 100000000", ["tokens are too few for --seq 100000000 and a next token"]),
     ],
 )  # fmt: skip

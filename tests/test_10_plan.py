@@ -141,7 +141,7 @@ def test_memory_of_the_search_is_that_of_the_closed_forms(model, e, zero, recomp
     cut = dict(zero=zero, recompute=recompute)
     lay = Layout(model, dp=8, tp=4, pp=4, ep=e, seq=4096, batch=64, **cut)
     for place in range(lay.pp):
-        ours = plan.held(H100, BARE, lay, place)
+        ours = plan.held(BARE, lay, place)
         exact = plan.states(lay, place * lay.dp * lay.tp)
         for kind, size in exact.items():
             assert ours[kind] == pytest.approx(size, rel=1e-3)
@@ -155,7 +155,7 @@ def test_a_stack_with_more_copies_holds_more():
     more = {"wide": 12, "gathered": 2, "logit": 6, "gradient": 2}
     for name, value in more.items():
         bare, with_it = (
-            plan.peak(H100, st, lay)[0] for st in (BARE, replace(BARE, **{name: value}))
+            plan.peak(st, lay)[0] for st in (BARE, replace(BARE, **{name: value}))
         )
         assert with_it > bare
 

@@ -464,7 +464,7 @@ def time_rows(stack, six, runs, label):
 def fits(stack, lay):
     """Could the leanest version of the software run it? Inputs of tp gathered again, few copies."""
     lean = replace(stack, gathered=0, reserve=IMPOSSIBLE)
-    return plan.peak(EFA, lean, lay)[0] <= plan.room(EFA, lean)
+    return plan.peak(lean, lay)[0] <= plan.room(EFA, lean)
 
 
 def first_choices(stack, runs):
@@ -492,7 +492,7 @@ def memory_rows(stack, runs):
     for family in dict.fromkeys(row["family"] for row, _ in runs):
         for part in ("pp = 1", "pp > 1"):
             off = [
-                sum(plan.held(EFA, stack, lay).values()) / GiB / float(row["mem_gib"]) - 1
+                sum(plan.held(stack, lay).values()) / GiB / float(row["mem_gib"]) - 1
                 for row, lay in runs
                 if row["family"] == family and PARTS[part](lay) and row["status"] == "ok"
             ]
