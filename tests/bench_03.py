@@ -31,6 +31,8 @@ def stage(number, group):
     model, (tokens, labels) = build(), tokens_and_labels(group)
     cut = {name: (group, ()) for name, _ in model.named_parameters()}
     units = zero.llama_units(model)
+    if number == 1:  # as few transfers as DistributedDataParallel's buckets make of this model
+        units = zero.merged(units, 2)
     optimizer = zero.Optimizer(model, units, cut, number, adamw, memory.on_finished)
 
     def step():

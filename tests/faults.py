@@ -129,7 +129,7 @@ MOMENTS = [  # what of the stack tells the moment; the first that matches
     ("resuming", {"resume", "restore", "newest", "verify", "load"}),
     ("writing a file", {"write_pieces", "write_index", "publish", "prepare"}),
     ("saving, in a collective", {"save", "together"}),
-    ("in a collective", {"all_reduce", "wait", "sum_gradients", "count_valid", "all_to_all"}),
+    ("in a collective", {"all_reduce", "wait", "sum_gradients", "count_valid", "all_to_all", "batch_isend_irecv"}),
     ("backward", {"backward", "input_grad", "weight_grads"}),
     ("forward", {"forward"}),
     ("optimizer", {"_step", "spread", "scale", "squares"}),

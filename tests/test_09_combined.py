@@ -173,6 +173,8 @@ def poisoned_run(argv, where):
                 poisoned.optimizer.order[0].full[-1] = float("inf")
             if dist.get_rank() == 1 and where == "loss":
                 loss = loss * float("nan")
+            if dist.get_rank() == 1 and where == "auxiliary":
+                combined.ep.moe_layers(model)[0].loss = torch.tensor(float("inf"))
         return loss
 
     poisoned.calls = 0
@@ -199,6 +201,12 @@ def test_what_is_not_finite_stops_all_ranks_and_changes_nothing(capfd, where, sa
     assert dp.launch(poisoned_run, 3, argv, where, timeout=60) == [(1, 2, 39, True)] * 3
     last = capfd.readouterr().out.splitlines()[-1]
     assert last.startswith("09_combined_5d FAIL: step 2: ") and said in last
+
+
+def test_so_does_an_auxiliary_loss(capfd):
+    argv = "--dp 2 --model tiny-moe --batch 4 --steps 5 --seq 24".split()
+    assert dp.launch(poisoned_run, 2, argv, "auxiliary", timeout=60) == [(1, 2, 47, True)] * 2
+    assert "auxiliary loss inf, no weight was changed" in capfd.readouterr().out.splitlines()[-1]
 
 
 # --- precision ------------------------------------------------------------------------------------
@@ -404,8 +412,8 @@ def real_step(argv):
         combined.train_step(job, groups, batches, positions, 1e-3)
     held = {kind: dp._bytes(tensors) for kind, tensors in job.optimizer.tensors().items()}
     keys = [key for key in wire.calls if wire.bytes[key]]
-    name = {("dp·cp inside", "all_to_all"): ("dp·cp inside", "reduce_scatter"),  # gloo's, see 03
-            ("dp·cp", "all_to_all"): ("dp·cp", "reduce_scatter")}  # fmt: skip
+    name = {("dp·cp inside", "send"): ("dp·cp inside", "reduce_scatter"),  # gloo's, see 03
+            ("dp·cp", "send"): ("dp·cp", "reduce_scatter")}  # fmt: skip
     calls, size = ({name.get(k, k): of[k] for k in keys} for of in (wire.calls, wire.bytes))
     return held, calls, size
 

@@ -246,7 +246,7 @@ def real_step(argv):
         positions = combined.my_positions(args, groups, "cpu")
         combined.train_step(job, groups, batches, positions, 1e-3)
     held = {kind: dp._bytes(tensors) for kind, tensors in job.optimizer.tensors().items()}
-    name = {("dp·cp", "all_to_all"): ("dp·cp", "reduce_scatter")}  # gloo's, see 03
+    name = {("dp·cp", "send"): ("dp·cp", "reduce_scatter")}  # gloo's, see 03
     keys = [key for key in wire.calls if wire.bytes[key]]
     return held, {name.get(key, key): (wire.calls[key], wire.bytes[key]) for key in keys}
 

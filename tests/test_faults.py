@@ -113,6 +113,20 @@ def test_sigterm_to_one_rank_saves_on_all_and_resuming_gives_the_same_digits(roo
     assert faults.difference(folder, expected, bitwise=True) == ""
 
 
+@pytest.mark.parametrize("check, said", [(2, "steps 1-2"), (5, "nothing was compared")])
+def test_a_run_that_sigterm_stops_still_says_what_it_found(root, check, said):
+    act = lambda: os.kill(os.getpid(), signal.SIGTERM)
+
+    def argv(folder):
+        every = words("--dp 2 --zero 1", "--check", check)(folder)
+        return [word for word in every if word != "--resume"]
+
+    code, out, *_ = run(root, argv, partial(at_call, pp.Pipeline, "step", 3, 1, act))
+    assert code == 0 and "SIGTERM: stopped after step 4" in out, out
+    assert said in out and "sent in a step" in out and "replicas: 0" in out
+    assert out.splitlines()[-1] == "09_combined_5d OK"
+
+
 def test_sigterm_to_the_launcher_is_passed_on(root):
     act = lambda: os.kill(os.getppid(), signal.SIGTERM)
     argv = words("--dp 2", "--steps", 100_000)
