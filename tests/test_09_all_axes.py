@@ -46,7 +46,7 @@ def test_layouts_compute_what_one_device_does(argv):
     launches, refused = lattice.fitting([argv.split()])
     assert not refused
     count, failures, worst = lattice.run(launches, report=lambda *args, **kwargs: None)
-    assert (count, failures) == (1, []) and all(0 < error for error in worst.values())
+    assert (count, failures) == (1, []) and worst["gradient"] > 0 < worst["weight"]
 
 
 def test_random_layouts():
@@ -365,7 +365,8 @@ def test_a_run_that_changes_its_layout_goes_on_as_one_device_would(capfd, tmp_pa
         losses.append([float(line.split(",")[1]) for line in lines])
         folder = tmp_path / name / "step-000004"
         kinds = [t["kind"] for t in zero.read_index(folder)["tensors"]]
-        assert kinds.count("buffer") == (4 if "moe" in model else 0)
+        layers = combined.MODELS[model].layers
+        assert kinds.count("buffer") == (layers if "moe" in model else 0)
     assert max(abs(a - b) for a, b in zip(*losses)) < 1e-10
     assert len(set(losses[0])) == 4
 
@@ -439,7 +440,7 @@ def test_an_fp8_run_goes_on_in_another_layout(capfd, tmp_path):
             if not resume:
                 shutil.rmtree(tmp_path / name / "step-000004")
         kinds = [t["kind"] for t in zero.read_index(tmp_path / name / "step-000002")["tensors"]]
-        assert kinds.count("amax") == 4 * 7 * 3
+        assert kinds.count("amax") == combined.MODELS["untied"].layers * 7 * 3
         lines = (tmp_path / f"{name}.csv").read_text().splitlines()[1:]
         losses.append([float(line.split(",")[1]) for line in lines])
     assert len(losses[0]) == 4 and max(abs(a - b) for a, b in zip(*losses)) < 1e-10

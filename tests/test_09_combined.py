@@ -205,7 +205,7 @@ def test_what_is_not_finite_stops_all_ranks_and_changes_nothing(capfd, where, sa
 
 def test_so_does_an_auxiliary_loss(capfd):
     argv = "--dp 2 --model tiny-moe --batch 4 --steps 5 --seq 24".split()
-    assert dp.launch(poisoned_run, 2, argv, "auxiliary", timeout=60) == [(1, 2, 47, True)] * 2
+    assert dp.launch(poisoned_run, 2, argv, "auxiliary", timeout=60) == [(1, 2, 43, True)] * 2
     assert "auxiliary loss inf, no weight was changed" in capfd.readouterr().out.splitlines()[-1]
 
 

@@ -121,8 +121,8 @@ def test_a_run_that_sigterm_stops_still_says_what_it_found(root, check, said):
         every = words("--dp 2 --zero 1", "--check", check)(folder)
         return [word for word in every if word != "--resume"]
 
-    code, out, *_ = run(root, argv, partial(at_call, pp.Pipeline, "step", 3, 1, act))
-    assert code == 0 and "SIGTERM: stopped after step 4" in out, out
+    code, out, *_ = run(root, argv, partial(at_call, pp.Pipeline, "step", 2, 1, act))
+    assert code == 0 and "SIGTERM: stopped after step 3" in out, out
     assert said in out and "sent in a step" in out and "replicas: 0" in out
     assert out.splitlines()[-1] == "09_combined_5d OK"
 
