@@ -793,21 +793,25 @@ def temporaries(lay, rank):
     else:
         part, weight = n * c.ffn // lay.tp * e, c.dim * c.ffn // lay.tp
 
-    # With whose sum on its way is a flat filled? The last of a backward pass travels until the next
-    # pass begins to reduce; so activations pile up beside it.
-    layout, before = flats(lay, place), {}
-    firsts = [layout.units[units][0][0] for units in layout.stages]
-    carried = max(firsts, key=lambda flat: flat.length) if lay.m * len(firsts) > 1 else None
+    # What travels while a flat is filled? The flat before; the last of a backward pass until the
+    # next pass begins to reduce, so activations pile up beside it. With afab these are fewer then.
+    layout, left, before = flats(lay, place), 0, {}
+    if lay.zero >= 2 and lay.m * len(layout.stages) > 1:
+        firsts = [layout.units[units][0][0] for units in layout.stages]
+        left = wide * max((flat.length for flat in firsts if flat.n > 1), default=0)
+        if lay.schedule == "afab":
+            left = max(0, left - max(activations(lay, place).values()))
     for units in map(layout.units.__getitem__, layout.stages):
         row = list({id(flat): flat for unit in units for flat in unit}.values())
-        before |= dict(zip(map(id, row), [*row[1:], carried]))
+        travelling = [wide * flat.length * (flat.n > 1) for flat in row[1:]]
+        before |= dict(zip(map(id, row), [*travelling, left]))
 
     def buffers(unit):
-        """Bytes of the largest flat of a unit, and of the one that travels then."""
+        """Bytes of the largest flat of a unit, and of what travels then."""
         if lay.zero < 2:
             return 0
-        pairs = [(flat.length, before[id(flat)]) for flat in unit if flat.n > 1]
-        return wide * max((size + (b.length if b else 0) for size, b in pairs), default=0)
+        sizes = [wide * flat.length + before[id(flat)] for flat in unit if flat.n > 1]
+        return max(sizes, default=0)
 
     def large(unit, beside):
         """A gradient of V·D: being accumulated, or, with less beside it, going into its buffer."""
@@ -819,9 +823,7 @@ def temporaries(lay, rank):
         gone = 0  # of this micro-batch's activations
         if stage == last:
             logits, few = n * V * e, min(n, memory.CrossEntropyFunction.ROWS)
-            at["loss"] = logits + few * V * wide + moving
-            if carried and carried.n > 1 and lay.zero >= 2:
-                at["loss"] += wide * carried.length
+            at["loss"] = logits + few * V * wide + moving + left
             at["head"] = large(units[-1], max(entered, hidden)) - logits + moving
             gone = activations(lay, place)[stage] - sum(kept_by_block(lay, kind) for kind in row)
         blocks = units[stage == 0 :][: len(row)]
