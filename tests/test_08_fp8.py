@@ -1159,6 +1159,7 @@ def test_a_step_never_looks_at_a_value(recipe):
         assert fp8.decode(fp8.encode(masters[0].flatten())).shape == masters[0].flatten().shape
 
 
+@pytest.mark.full
 def test_a_few_steps_on_text():
     c, losses = replace(fp8.CONFIG, dim=128, heads=2, kv_heads=2, ffn=256), {}
     for name in ("bf16", "block", "naive"):

@@ -199,6 +199,7 @@ def test_a_checkpoint_fits_any_other_layout(capfd, tmp_path, model):
         assert all(torch.equal(weights[name], loaded[0][name]) for name in loaded[0])
 
 
+@pytest.mark.full
 def test_a_run_that_changes_its_layout_goes_on_as_one_device_would(capfd, tmp_path):
     losses = []
     for name, layouts in (("one", ["", ""]), ("tp", ["--tp 4", "--dp 2 --tp 2 --zero 2"])):

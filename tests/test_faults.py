@@ -49,8 +49,8 @@ def words(layout, *more, family="dense", timeout=30):
 
 
 def test_a_few_random_kills():
-    done = faults.kills(4, seed=3, report=lambda *args, **kwargs: None)
-    assert len(done) >= 4 and {outcome for *_, outcome in done} <= GOOD, done
+    done = faults.kills(2, seed=3, report=lambda *args, **kwargs: None)
+    assert len(done) >= 2 and {outcome for *_, outcome in done} <= GOOD, done
 
 
 @pytest.mark.campaign
@@ -113,7 +113,10 @@ def test_sigterm_to_one_rank_saves_on_all_and_resuming_gives_the_same_digits(roo
     assert faults.difference(folder, expected, bitwise=True) == ""
 
 
-@pytest.mark.parametrize("check, said", [(2, "steps 1-2"), (5, "nothing was compared")])
+@pytest.mark.parametrize(
+    "check, said",
+    [(2, "steps 1-2"), pytest.param(5, "nothing was compared", marks=pytest.mark.full)],
+)
 def test_a_run_that_sigterm_stops_still_says_what_it_found(root, check, said):
     act = lambda: os.kill(os.getpid(), signal.SIGTERM)
 
