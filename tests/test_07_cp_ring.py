@@ -772,7 +772,8 @@ def test_09_notices_an_axis_that_is_not_active(capfd):
     """The model keeps 01's attention: every rank attends to its own part alone."""
     args = combined.parse(["--cp", "2", "--batch", "2", "--steps", "1", "--seq", "48"])
     assert dp.launch(inactive_worker, 2, args, timeout=30) == [1, 1]
-    assert "09_combined_5d FAIL: cp send: sent 0 calls, 0 bytes, by formula" in capfd.readouterr().out
+    said = "09_combined_5d FAIL: cp send: sent 0 calls, 0 bytes, by formula"
+    assert said in capfd.readouterr().out
 
 
 def count_worker(dp_size, cp_size):
