@@ -441,12 +441,11 @@ def micro_batch(hw, st, lay, part, nodes):
     lines["recomputed"] = full * sum(block.values())
     lines["recomputed"] += (lay.recompute == "selective") * layers * block["elementwise"] / 2
     lines["head and loss"] = last * head_seconds(c, hw, st, n, lay.tp)
-    send = partial(transfer, hw, nodes=nodes)
+    send, again = partial(transfer, hw, nodes=nodes), part.kinds("none")  # selective sends no more
     waits = 0.0  # until calls have reached all ranks: the host cannot launch what comes after them
     if lay.tp > 1:
         lines["tp"] = 0.0
-        rows = ("none", layers - full), ("full", full), ("first", first), ("last", last)
-        for kind, count in rows:
+        for kind, count in [*again, ("first", first), ("last", last)]:
             for collective, calls, size in tp_sent(c, lay.micro_batch, T, lay.tp, kind):
                 hops, rate = link(hw, lay.tp, 1, nodes, collective)
                 lines["tp"] += st.tp_exposed * count * size / rate
@@ -454,7 +453,8 @@ def micro_batch(hw, st, lay, part, nodes):
     if lay.cp > 1:
         heads = c.heads // lay.tp, max(c.kv_heads // lay.tp, 1), c.head_dim
         lines["cp"] = 0.0
-        for count, forwards in ((layers - full, 1), (full, 2)):
+        for kind, count in again:
+            forwards = 2 if kind == "full" else 1
             costs = cp.sent(
                 lay.cp_kind, lay.micro_batch, lay.seq, *heads, lay.cp, BF16, forwards=forwards
             )
@@ -465,7 +465,7 @@ def micro_batch(hw, st, lay, part, nodes):
         lines["ep"] = sum(
             count * send(*ep.sent(c, n // lay.tp, BF16, lay.ep, kind), lay.ep, 1,
                          collective="all_to_all")
-            for kind, count in (("none", layers - full), ("full", full))
+            for kind, count in again
         )  # fmt: skip
     lines |= sharded(hw, st, lay, part, nodes, sum(lines.values()))
     host = layers * st.host * (1 + full / max(layers, 1) / 3)
@@ -476,20 +476,21 @@ def micro_batch(hw, st, lay, part, nodes):
     return lines
 
 
+def over_dp(hw, lay, part, nodes, collective, size, calls=1):
+    """Seconds in which a rank sends `size` bytes a parameter to those that have the same."""
+    return sum(
+        transfer(hw, calls, size * P * (n - 1) / n, n, stride, nodes, collective)
+        for P, n, stride in shared_by(lay, part)
+        if P and n > 1
+    )
+
+
 def sharded(hw, st, lay, part, nodes, busy):
     """What ZeRO-2 and 3 send for every micro-batch, beyond what `busy` seconds of work hide."""
-    lines = {}
-
-    def send(collective, calls, size):
-        return sum(
-            transfer(hw, calls * part.layers, size * P * (n - 1) / n, n, stride, nodes, collective)
-            for P, n, stride in shared_by(lay, part)
-            if P and n > 1
-        )
-
-    if lay.zero >= 2 and lay.m > 1 and (t := send("reduce_scatter", 1, WIDE)):
+    send, lines, layers = partial(over_dp, hw, lay, part, nodes), {}, part.layers
+    if lay.zero >= 2 and lay.m > 1 and (t := send("reduce_scatter", WIDE, layers)):
         lines["gradients, each time"] = max(t - st.behind * busy * 2 / 3, 0.1 * t)
-    if lay.zero == 3 and (t := send("all_gather", 2, 2 * E)):
+    if lay.zero == 3 and (t := send("all_gather", 2 * E, 2 * layers)):
         lines["weights gathered"] = max(t - st.behind * busy, 0.1 * t)
     return lines
 
@@ -499,17 +500,9 @@ def sharded(hw, st, lay, part, nodes, busy):
 
 def once(hw, st, lay, part, nodes, backward):
     """What happens once a step: gradients summed, optimizer, weights spread."""
-    shared = shared_by(lay, part)
-    own = sum(P / (n if lay.zero else 1) for P, n, _ in shared)
+    own = sum(P / (n if lay.zero else 1) for P, n, _ in shared_by(lay, part))
     lines = {"optimizer": own * (8 * WIDE + E) / hw.hbm}
-
-    def send(collective, size):
-        return sum(
-            transfer(hw, 1, size * P * (n - 1) / n, n, stride, nodes, collective)
-            for P, n, stride in shared
-            if P and n > 1
-        )
-
+    send = partial(over_dp, hw, lay, part, nodes)
     t = send("reduce_scatter", WIDE) if lay.zero else send("all_reduce", 2 * WIDE)
     if not t:
         return lines
@@ -1090,9 +1083,8 @@ def show_search(hw, st, args, gpus, batch):
     return found
 
 
-def show_sweep(hw, st, args, low, high):
-    """The best layout for every power of two of GPUs."""
-    asked = args.batch or round(args.batch_tokens / args.seq)
+def show_sweep(hw, st, args, asked, low, high):
+    """The best layout for every power of two of GPUs, for a batch of at least `asked`."""
     print(f"10 plan   {args.model}   {low:,} to {high:,} x {args.gpu}   stack {args.stack}\n"
           f"batch {asked:,} x {args.seq:,}, or a sequence for each 16 GPUs\n")  # fmt: skip
     rows, gpus = [], low
@@ -1320,7 +1312,7 @@ def nothing_fits(hw, st, args, gpus, batch):
 
 def tour(hw, st, args, batch):
     """Without a layout or a cluster: a plan for 512 GPUs, all lines of the estimate of its first,
-    and, for a model that is small enough, closed forms beside a dry run."""
+    and the closed forms beside a dry run, of a model small enough for that."""
     args.top = 4
     if not (found := show_search(hw, st, args, 512, batch)):
         return [nothing_fits(hw, st, args, 512, batch)]
@@ -1373,7 +1365,7 @@ def main(argv=None):
     if args.dry_run:
         wrong = show_dry_run(hw, st, one_layout(args), args.rank)
     elif args.gpus and args.gpus[0] != args.gpus[1]:
-        show_sweep(hw, st, args, *args.gpus)
+        show_sweep(hw, st, args, batch, *args.gpus)
     elif args.gpus:
         if not show_search(hw, st, args, args.gpus[0], batch):
             print("10_plan: " + nothing_fits(hw, st, args, args.gpus[0], batch), file=sys.stderr)
