@@ -96,7 +96,7 @@ def reduces_by(group=None):
     """The collective inside reduce_scatter, under the name that 02's meter has for it.
 
     There are two for speed alone: gloo's own reduce-scatter is an all-reduce of a copy, of which it
-    keeps a part. To send everyone its part and add what comes takes half of the time, sends what a
+    keeps a part. Everyone sending the others their parts and adding what comes moves no more than a
     reduce-scatter should, (N-1)/N of the whole, and holds as much meanwhile.
     """
     if not dist.is_initialized() or dist.get_backend(group) in ("nccl", "fake"):  # fake: a dry run

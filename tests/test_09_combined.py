@@ -209,6 +209,19 @@ def test_so_does_an_auxiliary_loss(capfd):
     assert "auxiliary loss inf, no weight was changed" in capfd.readouterr().out.splitlines()[-1]
 
 
+def skipped_first_step(argv):
+    jobs, compose, step = [], combined.compose, combined.pp.Pipeline.step
+    combined.compose = lambda *args: jobs.append(compose(*args)) or jobs[-1]
+    combined.pp.Pipeline.step = lambda *args: step(*args) * float("nan")
+    combined.train(combined.parse(argv))
+    return jobs[0].scales.fresh
+
+
+def test_a_skipped_first_step_leaves_fp8_without_a_past():
+    argv = "--fp8 delayed --on-nonfinite skip --batch 2 --seq 24 --steps 1".split()
+    assert dp.launch(skipped_first_step, 1, argv, timeout=60) == [True]
+
+
 # --- precision ------------------------------------------------------------------------------------
 
 
