@@ -4,21 +4,49 @@
 the list, and none that is marked `full`. `./run.sh test full` runs all of them. What takes an hour
 by itself is marked `campaign`: `./run.sh test campaign`. Each starts pytest twice: the two share a
 folder, and of each test the first who comes to it notes there that it has it.
+
+To take five minutes, the short form also saves what a user's run has and no test looks at: a fresh
+interpreter for every script, a thread for every group. `test full` is as users have it.
 """
 
+import gc
 import hashlib
+import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
+import tempfile
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo  # recomputation and torch.optim import it when first used: not in every rank
+import torch.distributed.distributed_c10d as c10d
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)  # ranks are forked from here; see 02's run_rank
+
+
+AS_USERS = True
+
+
+class OneThread(c10d.ProcessGroupGloo):
+    """Gloo, but the groups of a rank share one thread. Each would have one that wakes a hundred
+    times a second, and 16 ranks of 12 groups leave two cores little time for anything else.
+    """
+
+    threads = {}  # by process: a forked one has none of its parent's
+
+    def __init__(self, store, rank, size, timeout):
+        if os.getpid() not in self.threads:
+            self.threads[os.getpid()] = self.create_default_device()
+        options = self._Options()
+        options._devices, options._timeout = [self.threads[os.getpid()]], timeout
+        super().__init__(store, rank, size, options)
 
 
 def pytest_addoption(parser):
@@ -28,6 +56,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    global AS_USERS
+    AS_USERS = config.getoption("--full") or config.getoption("--campaign")
+    if not AS_USERS:
+        c10d.ProcessGroupGloo = OneThread
     config.addinivalue_line("markers", "full: runs with --full only")
     config.addinivalue_line("markers", "campaign: runs with --campaign only, and nothing else then")
 
@@ -55,6 +87,13 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if item in keep]
 
 
+def pytest_collection_finish():
+    """Done here, ranks need not do it again: read the text, look through all this for garbage."""
+    import_module("02_dp").standard_library()
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_runtestloop(session):
     """With --share, pytest's own loop, less the tests that another process has."""
     folder = session.config.getoption("--share")
@@ -71,19 +110,50 @@ def pytest_runtestloop(session):
     return True
 
 
+# To import torch takes seconds. One process does only that, and each script is a fork of it.
+READY = multiprocessing.get_context("forkserver")
+READY.set_forkserver_preload(["torch", "torch._dynamo"])
+
+
 def run_script(*argv, torchrun=0, folder=ROOT, timeout=120):
     """Start a chapter as a user does: python, or torchrun with so many ranks."""
-    start = []
+    argv, env = list(map(str, argv)), {**os.environ, "OMP_NUM_THREADS": "1"}
+    if not torchrun and not AS_USERS:
+        return run_forked(argv, folder, env, timeout)
+    start = [sys.executable]
     if torchrun:  # standalone: on a free port, as another test may start one, too
-        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(torchrun)]
+        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(torchrun)]
     return subprocess.run(
-        [sys.executable, *start, *map(str, argv)],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
+        [*start, *argv], cwd=folder, env=env, capture_output=True, text=True, timeout=timeout
     )
+
+
+def run_forked(argv, folder, env, timeout):
+    with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
+        process = READY.Process(target=as_main, args=(argv, folder, env, out.name, err.name))
+        process.start()
+        process.join(timeout)
+        if process.is_alive():
+            process.kill()
+            raise subprocess.TimeoutExpired(argv, timeout)
+        return subprocess.CompletedProcess(argv, process.exitcode, out.read(), err.read())
+
+
+def as_main(argv, folder, env, *files):
+    """What `python` does with a script and its arguments, but for the start of an interpreter."""
+    for stream, file in zip((1, 2), files):
+        os.dup2(os.open(file, os.O_WRONLY), stream)
+    os.environ |= env
+    os.chdir(folder)
+    sys.argv, sys.path[0] = argv, str(Path(folder, argv[0]).parent)
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+@pytest.fixture(autouse=True)
+def few_letters(monkeypatch):
+    """At the end of a run 09 lets the model write 160 letters, longer than a test's run takes."""
+    combined = import_module("09_combined_5d")
+    monkeypatch.setattr(combined, "show_text", partial(combined.show_text, length=8))
 
 
 @pytest.fixture

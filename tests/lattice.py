@@ -138,16 +138,16 @@ def lattice():
     return launches
 
 
-def random_layout(draw):
+def random_layout(draw, ranks=16):
     """Options drawn at random; most of them fit together, and 09 says of the others why not."""
     sizes = dict.fromkeys(("dp", "pp", "cp", "tp"), 3)
-    while math.prod(sizes.values()) > 16:  # what two cores carry
+    while math.prod(sizes.values()) > ranks:  # 16 is what two cores carry
         sizes = {axis: draw.choice((1, 1, 2, 2, 3)) for axis in sizes}
         sizes["tp"] = draw.choice((1, 2, 4))
     model, micro = draw.choice(list(MODELS)), draw.choice((1, 2))
     batch = sizes["dp"] * micro * draw.choice((1, 2, 3, 4, 6, 6))
-    ranks = sizes["dp"] * sizes["cp"] * sizes["tp"]
-    degrees = [n for n in (1, 2, 4, 8) if ranks % n == 0] if "moe" in model else [1]
+    stage = sizes["dp"] * sizes["cp"] * sizes["tp"]
+    degrees = [n for n in (1, 2, 4, 8) if stage % n == 0] if "moe" in model else [1]
     options = {
         **sizes, "model": model, "batch": batch, "micro-batch": micro,
         "ep": draw.choice(degrees), "zero": draw.randrange(4),
