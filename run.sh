@@ -11,7 +11,8 @@ cd "$(dirname "$0")"
 
 if ! cmp -s requirements.txt .venv/installed; then
     python3 -m venv .venv
-    .venv/bin/pip install --quiet --disable-pip-version-check -r requirements.txt
+    # Not compiled here: Python compiles what is imported, a small part, and keeps it.
+    .venv/bin/pip install --quiet --no-compile --disable-pip-version-check -r requirements.txt
     cp requirements.txt .venv/installed
 fi
 export OMP_NUM_THREADS=1 # ranks share the cores

@@ -178,12 +178,12 @@ def peak_bytes(make):
     return peak
 
 
-def measure(row, pairs):
+def measure(row, pairs, peaks=9):
     """(The largest error of all ranks, where), {quantity: [(ours, theirs), …]}."""
     ranks = dp.launch(take_turns, row.world, row, pairs, timeout=120)
     error = max(error for error, *_ in ranks)
     _, walls, cpus = ranks[0]  # the times are of all ranks already
-    runs = 1 if row.peak == math.inf else 9
+    runs = 1 if row.peak == math.inf else peaks
     peak = tuple(usual_peak(make, row.world, runs) for make in (row.ours, row.theirs))
     return error, {"wall ms": walls, "cpu ms": cpus, "peak MiB": [peak]}
 
