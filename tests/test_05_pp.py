@@ -451,7 +451,7 @@ def parity_cases(p, ms, splits=("even", "front", "back")):
                     yield (name, v, [(1 + turn % 2, T)] * m), {"split": split}
 
 
-@pytest.mark.parametrize("p", [2, 3, 4])
+@pytest.mark.parametrize("p", [*(pytest.param(p, marks=pytest.mark.full) for p in (2, 3)), 4])
 def test_parity(p):
     hold(p, list(parity_cases(p, sorted({1, p - 1, p, p + 1, 2 * p}))))
 

@@ -347,7 +347,10 @@ def train(argv):
     [
         ("tied-moe",
          ["--pp 2 --schedule zb-v --dp 2 --ep 2 --zero 3", "--tp 2 --pp 2 --ep 2 --zero 1"]),
-        ("dense", ["--pp 4 --zero 0", "--pp 2 --schedule interleaved --dp 2 --zero 2"]),
+        pytest.param(
+            "dense", ["--pp 4 --zero 0", "--pp 2 --schedule interleaved --dp 2 --zero 2"],
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             "moe", ["--cp 2 --dp 2 --ep 4 --zero 2", "--pp 2 --schedule zb-h1 --tp 2 --ep 1"],
             marks=pytest.mark.full,

@@ -86,7 +86,9 @@ def masked_run(argv):
     return combined.train(combined.parse(argv))
 
 
-@pytest.mark.parametrize("ranks, size", [(1, 2), (2, 2), (3, 2), (3, 4)])
+@pytest.mark.parametrize(
+    "ranks, size", [(3, 4), *(pytest.param(n, 2, marks=pytest.mark.full) for n in (1, 2, 3))]
+)
 def test_uneven_masks(capfd, ranks, size):
     argv = f"--dp {ranks} --micro-batch {size} --steps 3 --seq 24 --check --dtype float64".split()
     assert dp.launch(masked_run, ranks, argv, timeout=60) == [0] * ranks

@@ -75,8 +75,7 @@ def test_layouts_compute_what_one_device_does(capfd, layout, model):
         assert ["sharing", "all_reduce"] in rows
 
 
-@pytest.mark.parametrize("seed", [1, 2, pytest.param(3, marks=pytest.mark.full),
-                                  pytest.param(6, marks=pytest.mark.full)])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 3, 6))])
 def test_bf16_is_held_to_the_error_of_one_device(capfd, seed):
     argv = "--dp 2 --tp 2 --batch 4 --steps 2 --seq 16 --check --dtype bfloat16 --seed"
     assert dp.launch(train, 4, [*argv.split(), str(seed)], timeout=60) == [0] * 4
