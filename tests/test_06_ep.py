@@ -351,7 +351,7 @@ def parity_worker(cases):
     return results
 
 
-@pytest.mark.parametrize("world, degrees", [(1, [1]), (2, [1, 2]), (4, [2, 4])])
+@pytest.mark.parametrize("world, degrees", [(1, [1]), (2, [1, 2]), (4, [4]), (4, [2])])
 def test_every_layout_computes_what_one_device_does(world, degrees):
     cases = [(case, degree, [4 // world] * world, None) for case in PARITY for degree in degrees]
     results = dp.launch(parity_worker, world, cases, timeout=30)

@@ -411,7 +411,7 @@ def test_the_trace_has_all_ranks_on_one_timeline(capfd, tmp_path):
 @pytest.mark.parametrize(
     "argv",
     [
-        "--fp8 tensor --tp 2 --dp 2",
+        pytest.param("--fp8 tensor --tp 2 --dp 2", marks=pytest.mark.full),
         "--fp8 delayed --pp 2 --schedule zb-h1 --dp 2 --zero 1",
         "--fp8 mx --tp 2 --zero 3 --dp 2 --dtype bfloat16 --recompute full",
         "--fp8 block --fp8-optimizer --zero 2 --dp 2 --ep 2 --model tiny-moe",
