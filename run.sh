@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole set-up, in a folder of its own (.venv), and everything there is to run:
 #   ./run.sh             train on real text and check against one device
-#   ./run.sh test        the tests, about six minutes;  ./run.sh test full   all, within an hour
+#   ./run.sh test        the tests, about five minutes;  ./run.sh test full   all, within an hour
 #   ./run.sh test campaign   every layout of the lattice, hundreds of random ones, of kills: hours
 #   ./run.sh 04 --help   one chapter, with its arguments;  ./run.sh all   every one, and a table
 #   ./run.sh bench       beside PyTorch's own, all rows, or those whose names begin as you say

@@ -29,9 +29,7 @@ import torch.distributed.distributed_c10d as c10d
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)  # ranks are forked from here; see 02's run_rank
-
-
-AS_USERS = True
+AS_USERS = True  # not in the short form
 
 
 class OneThread(c10d.ProcessGroupGloo):
@@ -140,7 +138,7 @@ def run_forked(argv, folder, env, timeout):
 
 
 def as_main(argv, folder, env, *files):
-    """What `python` does with a script and its arguments, but for the start of an interpreter."""
+    """What `python` does with a script and its arguments; what it prints goes to two files."""
     for stream, file in zip((1, 2), files):
         os.dup2(os.open(file, os.O_WRONLY), stream)
     os.environ |= env

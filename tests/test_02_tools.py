@@ -355,6 +355,17 @@ def test_a_batch_without_valid_tokens_divides_by_one():
 # --- as a user starts it --------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "line, code, said",
+    [("sys.exit()", 0, ""), ("sys.exit('why')", 1, "why\n"), ("1 / 0", 1, "ZeroDivisionError")],
+)
+def test_what_a_script_says_and_how_it_ends_is_seen(script, tmp_path, line, code, said):
+    (tmp_path / "a.py").write_text(f"import sys\nprint(sys.argv, __name__)\n{line}\n")
+    out = script("a.py", 7, folder=tmp_path)
+    assert (out.returncode, out.stdout) == (code, "['a.py', '7'] __main__\n")
+    assert said in out.stderr and bool(said) == bool(out.stderr)
+
+
 @pytest.mark.full
 def test_torchrun_starts_it_too(script):
     out = script("02_dp.py", torchrun=3)
