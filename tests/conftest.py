@@ -34,8 +34,8 @@ AS_USERS = True  # not in the short form
 
 
 class OneThread(c10d.ProcessGroupGloo):
-    """Gloo, but the groups of a rank share one thread. Each would have one that wakes a hundred
-    times a second, and 16 ranks of 12 groups leave two cores little time for anything else.
+    """Gloo, but the groups of a rank share one thread. Each would have its own, which wakes many
+    times a second to look for messages: with 16 ranks of many groups that adds up.
     """
 
     threads = {}  # by process: a forked one has none of its parent's

@@ -66,9 +66,11 @@ def burn(milliseconds, group):
 def test_cpu_is_the_processor_time_of_the_busiest_rank():
     quantities, _ = measured(bench.Row(partial(burn, 10), partial(burn, 5)), pairs=5)
     assert len(quantities["cpu ms"]) == len(quantities["wall ms"]) >= 5
+    for (ours, theirs), wall in zip(quantities["cpu ms"], quantities["wall ms"]):
+        assert 10 <= ours and 5 <= theirs
+        assert wall[0] >= 20 and wall[1] >= 15
     ours, theirs = map(statistics.median, zip(*quantities["cpu ms"]))
-    assert 10 <= ours < 12 and 5 <= theirs < 7  # a thread of gloo's may be busy, waiting
-    assert all(wall[0] >= 20 and wall[1] >= 15 for wall in quantities["wall ms"])
+    assert ours < 12 and theirs < 7  # of one step gloo's thread may take more: it spins, waiting
 
 
 def test_different_results_are_a_failure_whatever_the_time():
